@@ -136,7 +136,7 @@ def cores_of(
         LeaveAlone: If the form of one isn't known, or another one is computed from the buffers.
     """
     rows, known = MaskRowBuilder(newest=False), {read.attention: read for read in reads}
-    values = {side.value for read in reads for side in read.sides}
+    values = {side.tensor for read in reads for side in read.sides}
     ends = {node for node in gm.graph.nodes if node.target in _ENDS}
     cores = list[AttentionCore]()
     for node in list(gm.graph.nodes):

@@ -20,12 +20,11 @@ from torch.fx import GraphModule, Node
 
 from specache_fx.capture.graph_slices import ancestors
 from specache_fx.capture.graph_utils import (
-    cut_of,
     is_float,
+    is_integer,
     is_static_input,
     same_sizes,
     shape_of,
-    target_name,
     value_of,
 )
 from specache_fx.capture.id_runs import ROOM, Operand, Part
@@ -41,39 +40,47 @@ from specache_fx.runtime.handle_form import (
     token_dim,
 )
 
-_VIEWS = ("expand", "unsqueeze", "repeat", "reshape", "clone")
 _STARTS = ((3, 1), (0, 1))
 """The row that tokens are written at, and a step to that of others; the second where a prompt has no room behind 3."""
 _aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Moved:
-    """What an operand is made of.
+class Source:
+    """Where keys or values of an attention come from.
 
     Attributes:
-        tensor: The cache, which is returned.
+        tensor: The cache that is returned, or all that is in a buffer after this call.
         form: Its form.
         side: Of a pair: 0 for keys, 1 for values.
         num_kv_heads: Its heads.
-        past: The input that tokens are appended to; None in a prompt.
+        is_tiled: Heads are repeated one after the other, as `repeat` does, and not each by itself.
         new: This call's tokens.
         new_form: The form of `new`, which may hold both sides of a pair.
-        between: The nodes that move them.
-        is_tiled: Heads are repeated one after the other, as `repeat` does, and not each by itself.
-        is_read: The operand is computed from the cache itself, and not beside it.
     """
 
     tensor: Node
     form: str
     side: int
     num_kv_heads: int
-    past: Node | None
+    is_tiled: bool
     new: Node
     new_form: str
+
+
+@dataclass(frozen=True)
+class Moved(Source):
+    """What an operand is made of, where a cache grows.
+
+    Attributes:
+        past: The input that tokens are appended to; None in a prompt.
+        between: The nodes that move them.
+        is_read: The operand is computed from the cache itself, and not beside it.
+    """
+
+    past: Node | None
     between: frozenset[Node]
     is_read: bool
-    is_tiled: bool
 
 
 class Tokens(Enum):
@@ -86,44 +93,25 @@ class Tokens(Enum):
 
 
 @dataclass(frozen=True)
-class Written:
+class Written(Source):
     """What an operand is made of, where a buffer of fixed length is written in place.
 
     Attributes:
-        buffer: The input that is written, or what this call makes for it; None where all of it is written.
-        value: All that is in it then.
-        form: Its form.
-        side: Of a pair: 0 for keys, 1 for values.
-        num_kv_heads: Its heads.
         position: Where the first token is written, or where each is: a number, or a node. It tells nothing with
             `Tokens.NONE` and `FULL`.
-        new: This call's tokens.
-        new_form: Their form.
         end: Where the rows end that are read; None where all are, or this call's tokens alone.
         reads_new: The operand is this call's tokens, and not read from the buffer.
-        is_tiled: See `Moved`.
         window: Tokens that the buffer has room for, where it keeps the newest; None where it keeps all.
         before: Tokens that it has to hold before this call.
+        buffer: The input that is written, or what this call makes for it; None where all of it is written.
     """
 
-    buffer: Node | None
-    value: Node
-    form: str
-    side: int
-    num_kv_heads: int
     position: Any
-    new: Node
-    new_form: str
-    end: Any
-    reads_new: bool
-    is_tiled: bool
+    end: Any = None
+    reads_new: bool = False
     window: int | None = None
     before: Tokens = Tokens.ANY
-
-    @property
-    def tensor(self) -> Node:
-        """What holds the tokens after this call."""
-        return self.value
+    buffer: Node | None = None
 
     @property
     def is_input(self) -> bool:
@@ -133,7 +121,7 @@ class Written:
     @property
     def capacity(self) -> Any:
         """Tokens that the buffer has room for."""
-        return (shape_of(self.value) or ())[token_dim(self.form)]
+        return (shape_of(self.tensor) or ())[token_dim(self.form)]
 
     @property
     def q_len(self) -> Any:
@@ -204,7 +192,7 @@ class ById:
                     _written(known, *both, writes, values) for both in zip(operands, before, strict=True)
                 ]
                 last = [
-                    known[each.value].shape[token_dim(each.form)]
+                    known[each.tensor].shape[token_dim(each.form)]
                     - known[each.new].shape[token_dim(each.new_form)]
                     for each in found
                     if each is not None
@@ -218,13 +206,13 @@ class ById:
                 if step < 0:  # more tokens than a window has room for
                     sizes += [(_num_tokens(operand), ROOM + start + part.most()) for operand in operands]
                 first, last = found_at(start, step, [None] * len(operands))
-                if None not in first:
+                if None not in first and (step > 0 or all(each.window for each in first if each)):
                     again, _ = found_at(max(last, int(step < 0)), -step, first)
                     return first if again == first else [None]
             return [None]
 
         found = self._find(Part(self._gm, operands, [*writes]), find, writes)
-        return found and [dataclasses.replace(each, buffer=writes[each.value]) for each in found]
+        return found and [dataclasses.replace(each, buffer=writes[each.tensor]) for each in found]
 
     def _find(
         self, part: Part, find: Callable[[Part], list[Any]], writes: Mapping[Node, Node | None] | None = None
@@ -260,11 +248,11 @@ def _candidates(
         return
     read = read.mT if operand.transposed else read
     for tensor in tensors:
-        sizes = [operand.num_heads] if operand.num_heads else sorted({*known[tensor].shape}, reverse=True)
-        for num_heads in sizes:
-            if read.dim() == 4 or len(read) % num_heads == 0:
-                heads = read.unflatten(0, (-1, num_heads)) if read.dim() == 3 else read
-                yield from ((tensor, *kv) for kv in _kv(heads))
+        heads = [read]
+        if read.dim() == 3:  # batch and heads in one
+            sizes = (n for n in range(len(read), 0, -1) if len(read) % n == 0)
+            heads = [read.unflatten(0, (-1, n)) for n in sizes]
+        yield from ((tensor, *kv) for each in heads for kv in _kv(each))
 
 
 def _kv(read: torch.Tensor) -> Iterator[tuple[torch.Tensor, bool]]:
@@ -309,7 +297,7 @@ def _moved(known: dict[Node, Any], operand: Operand, caches: Sequence[Node]) -> 
         whole = (shape_of(cache) or ())[dim]
         if same_sizes([whole, whole], [_num_tokens(operand), appended]):
             heads, is_read = kv.shape[1], cache in behind[0]
-            return Moved(cache, form, found.side, heads, past, *new, between, is_read, is_tiled)
+            return Moved(cache, form, found.side, heads, is_tiled, *new, past, between, is_read)
     return None
 
 
@@ -349,7 +337,7 @@ def _written(
     values: Sequence[Node],
 ) -> Written | None:
     """What an operand is made of; `before` in another run, where it read some of this call's tokens."""
-    for value, kv, is_tiled in _candidates(known, operand, [before.value] if before else values):
+    for value, kv, is_tiled in _candidates(known, operand, [before.tensor] if before else values):
         buffer = writes[value]
         old = known.get(buffer) if buffer else None
         found = _rolled(known, operand, buffer, value, kv)
@@ -392,11 +380,14 @@ def _in_place(
     unread = reads_some and found.row + found.num_rows <= row
     if new is None or not is_block or unread or found.row != first or (reads_new and found.num_rows != count):
         return None
-    position = _position(known, behind, row, count, whole.shape[2])
+    numbers = list(range(row, row + count))
+    from_end = [number - whole.shape[2] for number in numbers]
+    position = _found_by(known, behind, numbers, row, from_end)
     end = None if reads_new or reads_all else _end(known, operand, found.num_rows)
-    if position is None or not (reads_new or reads_all or end is not None):
+    if not (reads_new or reads_all or end is not None):
         return None
-    return Written(None, value, form, found.side, heads, position, *new, end, reads_new, is_tiled=False)
+    # A number in an operator is the row of each run.
+    return Written(value, form, found.side, heads, False, *new, position or row, end, reads_new)
 
 
 def _rolled(
@@ -420,54 +411,31 @@ def _rolled(
     elif old is not None and held == window - 1 and torch.equal(kv[:, :, :held], old[:, :, 1:]):
         before = Tokens.FULL
     elif old is not None and held and torch.equal(kv[:, :, :held], old[:, :, :held]):
-        before, position = Tokens.SOME, _end(known, operand, held, is_whole=False)
+        before, position = Tokens.SOME, _found_by(known, ancestors([operand.node]), held) or held
     else:
         return None
-    if position is None:
-        return None
-    heads = kv.shape[1]
-    return Written(None, value, HEADS_FIRST, 0, heads, position, *new, None, False, False, window, before)
+    made = Written(value, HEADS_FIRST, 0, kv.shape[1], False, *new, position)
+    return dataclasses.replace(made, window=window, before=before)
 
 
-def _position(known: dict[Node, Any], behind: set[Node], row: int, count: int, room: int) -> Any:
-    """What says where tokens are written, of so many rows: a number, a node, or None where nothing does."""
-    found = list[Any]()
-    for node in (node for node in known if node in behind):
-        args: Any = node.args
-        if target_name(node) in ("index_copy", "scatter", "index_put"):
-            index = args[1] if target_name(node) == "index_put" else [args[2]]
-            found += [_unexpanded(each) for each in index if isinstance(each, Node)]
-        elif target_name(node) == "slice_scatter":
-            found.append((cut_of(node) or (0, 0))[1])
-        elif target_name(node) == "select_scatter":
-            found.append(args[3])
-    rows = list(range(row, row + count))
-    for place in sorted(found, key=lambda each: not isinstance(each, Node)):
-        value = known.get(place) if isinstance(place, Node) else place
-        value = value.flatten().tolist() if isinstance(value, torch.Tensor) else value
-        if value in (row, rows, [each - room for each in rows]):
-            return place
+def _found_by(known: dict[Node, Any], nodes: set[Node], *wanted: Any) -> Node | None:
+    """The last of some nodes that is one of the wanted numbers, or a tensor of them; None where none is."""
+    for node in reversed([node for node in known if node in nodes]):
+        value = known[node]
+        if isinstance(value, torch.Tensor) and value.dtype not in (torch.bool, torch.float64):
+            value = value.flatten().tolist()
+        if type(value) in (int, list) and value in wanted:
+            return node
     return None
 
 
-def _unexpanded(index: Node) -> Node:
-    """The tensor of one dimension that an index was expanded from."""
-    node: Any = index
-    while len(shape_of(node) or ()) > 1 and target_name(node) in _VIEWS:
-        node = node.args[0]
-    return node
-
-
-def _end(known: dict[Node, Any], operand: Operand, count: int, *, is_whole: bool = True) -> Any:
-    """What says how many of a buffer's first rows an operand reads, as its `is_whole`; None where nothing does."""
-    for node in ancestors([operand.node]):
-        cut = cut_of(node) if node in known and node.target is _aten.slice.Tensor else None
-        if cut is not None and cut[1] == 0:
-            end: Any = cut[2]
-            is_length = not is_whole or same_sizes([value_of(end)], [_num_tokens(operand)])
-            if known.get(end, end) == count and is_length:
-                return end
-    return None
+def _end(known: dict[Node, Any], operand: Operand, count: int) -> Any:
+    """What says how many of a buffer's first rows an operand reads; None where nothing does."""
+    tokens = _num_tokens(operand)
+    if isinstance(tokens, int):
+        return tokens if tokens == count else None
+    sizes = {node for node in ancestors([operand.node]) if is_integer(node)}
+    return _found_by(known, {node for node in sizes if same_sizes([value_of(node)], [tokens])}, count)
 
 
 class _Form(NamedTuple):

@@ -122,7 +122,7 @@ class _Rewrite:
             if node.target is _aten.copy_.default and node.args[0] in moved:
                 self._graph.erase_node(node)
         outputs: list[Any] = list(self._graph.output_node().args[0])  # type: ignore[arg-type]
-        kept = {side.value for side in written}
+        kept = {side.tensor for side in written}
         outs = [None if out in kept else out for out in outputs]
         self._graph.output_node().args = ((*outs, *map(self._kept, written)),)
         eliminate_dead_code(self._graph)
@@ -143,7 +143,7 @@ class _Rewrite:
         return Buffer(
             place,
             inputs.get(past),  # type: ignore[arg-type]
-            tuple(i for i, out in enumerate(outputs) if out is side.value and side.side == 0),
+            tuple(i for i, out in enumerate(outputs) if out is side.tensor and side.side == 0),
             side.form,
             side.num_kv_heads,
             self._size_source(side.capacity) if place is None else (place, token_dim(side.form)),
@@ -157,13 +157,13 @@ class _Rewrite:
         if side.window is None:
             return grown
         with self._graph.inserting_before(self._graph.output_node()):
-            return call(self._graph, _aten.slice.Tensor, (grown, 2, 1 - side.window, END), side.value)
+            return call(self._graph, _aten.slice.Tensor, (grown, 2, 1 - side.window, END), side.tensor)
 
     def _check_readers(self, written: Sequence[Written]) -> None:
         """Raise where something is left that reads a buffer."""
         left, grown = set(self._graph.nodes), set(self._grown.values())
         for side in written:
-            for node in (side.value, side.buffer):
+            for node in (side.tensor, side.buffer):
                 for user in node.users if node in left - grown else ():
                     if user not in grown and user.target is not _aten.sym_size.int:
                         raise LeaveAlone(
@@ -232,14 +232,21 @@ class _Rewrite:
         """This call's tokens, `[batch, num_kv_heads, q_len, head_dim]`."""
         if _key(side) not in self._new:
             with self._graph.inserting_before(place_behind([side.new])):
-                args = (side.new, side.new_form, side.num_kv_heads, side.side, side.value)
+                args = (side.new, side.new_form, side.num_kv_heads, side.side, side.tensor)
                 self._new[_key(side)] = heads_first_of(self._graph, *args)
         return self._new[_key(side)]
 
     def _tokens_of(self, side: Written, attention: Node) -> Node:
         """The tokens that a buffer holds, `[batch, num_kv_heads, kv_len, head_dim]`."""
         new = self._new_of(side)
-        if _key(side) in self._grown or not self._has_past:
+        if _key(side) in self._grown:
+            return self._grown[_key(side)]
+        if side.is_input and side.side == 0 and _is_piece(value_of(side.buffer)):
+            raise LeaveAlone(
+                f"`{side.buffer}` is a piece of another tensor, whose memory can't be given back",
+                f"Make a buffer of its own for keys, and one for values, of each layer. {LEAVE}.",
+            )
+        if not self._has_past:
             return self._grown.setdefault(_key(side), new)
         if side.reads_new:
             raise LeaveAlone(
@@ -247,11 +254,11 @@ class _Rewrite:
                 "Let it read the cache after they are written to it, or write a prompt as one.",
             )
         if not side.is_input:
-            made = f"{described(side.value)} writes behind position 0 of a cache that this call makes"
+            made = f"{described(side.tensor)} writes behind position 0 of a cache that this call makes"
             raise LeaveAlone(made, f"Make the cache before the first call. {LEAVE}.")
         if side.before is Tokens.NONE:
             raise LeaveAlone(
-                f"{described(side.value)} writes at position 0 of a cache that has tokens", REMEDY
+                f"{described(side.tensor)} writes at position 0 of a cache that has tokens", REMEDY
             )
         past = self._past_of(side, new)
         with self._graph.inserting_before(place_behind([new, past])):
@@ -262,15 +269,7 @@ class _Rewrite:
         """The input of the tokens before this call's: the buffer; values of a pair have one of their own."""
         buffer: Any = side.buffer
         whole = value_of(buffer)
-        if side.side == 0:
-            if _is_piece(whole):
-                raise LeaveAlone(
-                    f"`{buffer.name}` is a piece of another tensor, whose memory can't be given back",
-                    f"Make a buffer of its own for keys, and one for values, of each layer. {LEAVE}.",
-                )
-            past = buffer
-        else:
-            past = add_placeholder(self._graph, f"{buffer.name}_values", None)
+        past = buffer if side.side == 0 else add_placeholder(self._graph, f"{buffer.name}_values", None)
         sizes = list(shape_of(new) or ())
         sizes[2] = side.capacity - 1 if side.before is Tokens.FULL else self._length
         with self._mode, torch.no_grad():
@@ -317,7 +316,7 @@ class _Rewrite:
     def _batch_of(self, side: Written) -> Size:
         batch, rows = (shape_of(self._new[_key(side)]) or ())[0], dims_of(side.form).index(("batch",))
         place = self._place.get(side.buffer)
-        if place is not None and same_sizes([(shape_of(side.value) or ())[rows]], [batch]):
+        if place is not None and same_sizes([(shape_of(side.tensor) or ())[rows]], [batch]):
             return place, rows
         return self._size_source(batch)
 
@@ -342,7 +341,7 @@ _Key = tuple[Node, int]
 
 def _key(side: Written) -> _Key:
     """What is the same of all attentions over keys or values."""
-    return side.value, side.side
+    return side.tensor, side.side
 
 
 def _new_length(mode: Any) -> torch.SymInt:
