@@ -17,8 +17,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
-from functools import partial
-from operator import methodcaller
+from typing import Any
 
 import torch
 
@@ -79,27 +78,57 @@ def order_of(form: str) -> list[int]:
     return [axes.index(axis) for axis in AXES]
 
 
+Step = tuple[str, tuple[Any, ...]]
+"""A view: the method of a tensor, and its arguments."""
+
+
+def steps_to_side(form: str, num_kv_heads: int, side: int) -> list[Step]:
+    """The views that make a side with heads first of a cache in a form."""
+    dims, steps = dims_of(form), list[Step]()
+    if (PAIR,) in dims:
+        steps.append(("select", (dims.index((PAIR,)), side)))
+    if (merged := _merged(form)) is not None:
+        sizes = (-1, num_kv_heads) if form == FOLDED else (num_kv_heads, -1)
+        steps.append(("unflatten", (merged, sizes)))
+    return steps + _permuted(order_of(form))
+
+
+def steps_from_side(form: str) -> list[Step]:
+    """The views that make of a side with heads first what a cache in a form has of it, without the pair."""
+    order = order_of(form)
+    steps = _permuted([order.index(dim) for dim in range(4)])
+    return steps if (merged := _merged(form)) is None else [*steps, ("flatten", (merged, merged + 1))]
+
+
+def _permuted(order: list[int]) -> list[Step]:
+    moved = [dim for i, dim in enumerate(order) if i != dim]
+    if len(moved) == 2:
+        return [("transpose", tuple(sorted(moved)))]
+    return [("permute", (order,))] if moved else []
+
+
+def _merged(form: str) -> int | None:
+    """The dimension of heads that are merged with another axis, without that of a pair."""
+    dims = [dim for dim in dims_of(form) if dim != (PAIR,)]
+    return next((i for i, dim in enumerate(dims) if len(dim) > 1), None)
+
+
 def sides_of(tensor: torch.Tensor, form: str, num_kv_heads: int, *, is_handle: bool) -> list[torch.Tensor]:
     """The parts of a cache with heads first: itself, or its keys and its values. Views.
 
     Args:
-        tensor: In this form.
+        tensor: In this form; with heads first it is returned itself, for its session may know it (`Newest`).
         form: The form.
         num_kv_heads: KV heads.
         is_handle: It is a handle or a copy of one, and not numbers.
     """
-    if form == HEADS_FIRST:
-        return [tensor]  # the very handle: its session may know it (`Newest`)
-    dims = dims_of(form)
-    sides = list(tensor.unbind(dims.index((PAIR,)))) if (PAIR,) in dims else [tensor]
-    merged = next((i for i, dim in enumerate(d for d in dims if d != (PAIR,)) if len(dim) > 1), None)
-    if merged is not None:
-        sizes = (-1, num_kv_heads) if form == FOLDED else (num_kv_heads, -1)
-        apart = (
-            partial(_handle_apart, num_kv_heads) if is_handle else methodcaller("unflatten", merged, sizes)
-        )
-        sides = [apart(side) for side in sides]
-    return [side.permute(order_of(form)) for side in sides]
+    sides = [tensor] * num_sides(form)
+    for side in range(len(sides)):
+        for name, args in steps_to_side(form, num_kv_heads, side):
+            apart = is_handle and name == "unflatten"
+            look = sides[side]
+            sides[side] = _handle_apart(num_kv_heads, look) if apart else getattr(look, name)(*args)
+    return sides
 
 
 def _handle_apart(num_kv_heads: int, side: torch.Tensor) -> torch.Tensor:
@@ -111,11 +140,8 @@ def _handle_apart(num_kv_heads: int, side: torch.Tensor) -> torch.Tensor:
 
 def joined(sides: Sequence[torch.Tensor], form: str) -> torch.Tensor:
     """Numbers `[batch, num_kv_heads, kv_len, head_dim]` in a form: a view, but for merged heads and pairs."""
-    order = order_of(form)
-    sides = [side.permute([order.index(dim) for dim in range(4)]) for side in sides]
-    dims = [dim for dim in dims_of(form) if dim != (PAIR,)]
-    merged = next((i for i, dim in enumerate(dims) if len(dim) > 1), None)
-    sides = sides if merged is None else [side.flatten(merged, merged + 1) for side in sides]
+    for name, args in steps_from_side(form):
+        sides = [getattr(side, name)(*args) for side in sides]
     return torch.stack(list(sides), dims_of(form).index((PAIR,))) if len(sides) > 1 else sides[0]
 
 

@@ -16,11 +16,10 @@ from specache_fx import dynamo_hooks, graph_breaks
 from specache_fx._log import warn_once
 from specache_fx.border import AtBorder, UnwrapSubclasses, as_taken
 from specache_fx.capture.analyse import analyse, kv_inputs, may_have_cache
-from specache_fx.capture.buffer_writes import writes_tokens
-from specache_fx.capture.buffers_heads_first import BufferForm, buffers_heads_first
+from specache_fx.capture.buffer_reads import BufferRead, buffer_reads, has_past, writes_tokens
 from specache_fx.capture.cache_side import GROWING, LEAVE, LeaveAlone
 from specache_fx.capture.dynamo_graph import needs_gradients
-from specache_fx.capture.fixed_caches import attends_in_place, grow, has_past, keeps_windows_alone
+from specache_fx.capture.fixed_caches import grow
 from specache_fx.capture.flex_attention import with_masks_alone
 from specache_fx.capture.graph_edit import fake_mode_of
 from specache_fx.capture.graph_slices import mutated_inputs
@@ -144,8 +143,7 @@ class Backend:
             Its runner; None where not all of its attention is rewritten.
         """
         config = config.for_device(device_kind(gm.graph))
-        plain, _ = buffers_heads_first(with_masks_alone(gm))
-        if attends_in_place(plain) or keeps_windows_alone(gm):
+        if buffer_reads(with_masks_alone(gm)):
             return None
         inputs = [value_of(node) for node in placeholders(gm.graph)]
         program = replace(analyse(gm, config), values=values)
@@ -196,11 +194,10 @@ class _Compile:
         self._observe("dynamo", self._gm, Program(self._config, left_alone=uncompiled))
         try:
             graph = self._functional()
-            plain, forms = buffers_heads_first(with_masks_alone(graph))
-            if self._writes_in_place(graph, plain):
-                runner = self._with_buffers(plain, forms)
-            else:
-                runner = self._with_appends(graph)
+            plain = with_masks_alone(graph)
+            reads = buffer_reads(plain)
+            self._writes = bool(reads) or writes_tokens(graph)
+            runner = self._with_buffers(plain, reads) if reads else self._with_appends(graph)
         except LeaveAlone as no:
             return self._leave(no)
         return runner if len(flatten(self._inputs)) == len(self._inputs) else UnwrapSubclasses(runner)
@@ -218,19 +215,6 @@ class _Compile:
             raise LeaveAlone(str(error), "Move that operation out of the compiled module") from error
         self._values = traced(placeholders(graph.graph))
         return graph
-
-    def _writes_in_place(self, graph: GraphModule, plain: GraphModule) -> bool:
-        """Whether the graph keeps all tokens in buffers of fixed length; `plain` has these with heads first."""
-        self._writes = True
-        if attends_in_place(plain):
-            return True
-        if keeps_windows_alone(graph):
-            raise LeaveAlone(
-                "its caches keep the newest tokens alone, in buffers of fixed length",
-                f"they don't grow. {GROWING}",
-            )
-        self._writes = writes_tokens(graph)
-        return False
 
     def _analysed(self, graph: GraphModule, positions: Collection[int] = ()) -> Program:
         """The findings on a functional graph, which gets into normal form."""
@@ -261,23 +245,26 @@ class _Compile:
             raise LeaveAlone("" if found is None else f"This graph is a piece. {found}. {found.remedy}", "")
         return runner_of(graph, as_taken(program, flatten(self._inputs)), program, self._observe)
 
-    def _with_buffers(self, graph: GraphModule, forms: Mapping[int, BufferForm]) -> Compiled:
-        """The runner of a graph that writes its caches in place; `graph` has buffers with heads first."""
+    def _with_buffers(self, graph: GraphModule, reads: Sequence[BufferRead]) -> Compiled:
+        """The runner of a graph that writes its caches in place."""
+        if all(side.window is not None for read in reads for side in read.sides):
+            newest = "its caches keep the newest tokens alone, in buffers of fixed length"
+            raise LeaveAlone(newest, f"they don't grow. {GROWING}")
         context = TracingContext.try_get()
 
         def make_later(has_past: bool) -> Growing:
             with compiling(), tracing(context):
                 try:
-                    return self._grown(graph, forms, has_past)
+                    return self._grown(graph, reads, has_past)
                 except LeaveAlone as no:
                     return self._leave(no), None
 
-        follows = has_past(graph)
-        return FixedCacheRunner(make_later, follows, self._grown(graph, forms, follows))
+        follows = has_past(reads)
+        return FixedCacheRunner(make_later, follows, self._grown(graph, reads, follows))
 
-    def _grown(self, graph: GraphModule, forms: Mapping[int, BufferForm], has_past: bool) -> Growing:
+    def _grown(self, graph: GraphModule, reads: Sequence[BufferRead], has_past: bool) -> Growing:
         """The runner of calls with a past, or of those without, with caches that grow in place of buffers."""
-        graph, plan = grow(graph, forms, has_past=has_past)
+        graph, plan = grow(graph, reads, has_past=has_past)
         if plan.q_len == 1:
             count_as_growing(plan.positions)
         program = self._analysed(graph, plan.starts + plan.position_inputs)

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from specache_fx.capture.buffer_writes import Tokens
 from specache_fx.capture.buffers import Buffer, FixedCaches, size_in
+from specache_fx.capture.by_indices import Tokens
 from specache_fx.errors import CacheHandleError
 from specache_fx.lowering import Compiled
 from specache_fx.runners import inference
@@ -230,12 +230,12 @@ def _start(positions: Sequence[Any], q_len: int) -> int:
     """The row of the first token, the same in all buffers."""
     starts = set()
     for position in positions:
-        first = int(position.reshape(-1)[0]) if isinstance(position, torch.Tensor) else int(position)
+        rows = torch.as_tensor(position).reshape(-1)
+        first = int(rows[0])
         starts.add(first)
-        if isinstance(position, torch.Tensor) and position.numel() > 1:
-            wanted = torch.arange(first, first + q_len, device=position.device)
-            if not torch.equal(position.to(wanted.dtype), wanted):
-                raise CacheHandleError(_ORDER.format(positions=position.tolist()))
+        wanted = torch.arange(first, first + q_len, device=rows.device)
+        if len(rows) > 1 and not torch.equal(rows.to(wanted.dtype), wanted):
+            raise CacheHandleError(_ORDER.format(positions=rows.tolist()))
     if len(starts) > 1:
         raise CacheHandleError(_SEVERAL.format(starts=sorted(starts)))
     (start,) = starts

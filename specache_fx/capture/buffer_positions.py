@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from specache_fx.capture.buffer_writes import Append, Tokens
+from specache_fx.capture.by_indices import Tokens, Written
 from specache_fx.capture.cache_side import GROW, LEAVE, LeaveAlone
 from specache_fx.capture.graph_edit import finish
 from specache_fx.capture.graph_slices import ancestors, cut_out
@@ -48,19 +48,19 @@ def asserts_of(gm: GraphModule) -> tuple[list[Node], tuple[str, ...]]:
 
 
 def positions_of(
-    gm: GraphModule, written: Sequence[Append], further: Sequence[Any]
+    gm: GraphModule, written: Sequence[Written], further: Sequence[Any]
 ) -> tuple[tuple[int, ...], GraphModule, tuple[int, ...]]:
     """The rows of tokens: counters among the inputs, and a graph of other positions, then `further`."""
     place = _places(gm)
     starts, others = dict[int, None](), dict[Any, None]()
-    for append in written:
-        counter = _counter_of(append.position)
-        if append.before in (Tokens.NONE, Tokens.FULL):
+    for side in written:
+        counter = _counter_of(side.position)
+        if side.before in (Tokens.NONE, Tokens.FULL):
             continue
         if counter is not None:
             starts[place[counter]] = None
         else:
-            others[append.position] = None
+            others[side.position] = None
     graph, inputs = _cut_out(gm, [*others, *further])
     return tuple(starts), graph, inputs
 

@@ -1,102 +1,181 @@
 """The attentions of a graph that read buffers of fixed length: SDPA and spelt-out attention, in one form.
 
+    keys = index_copy(buffer, 2, position, k); copy_(buffer, keys)        # a buffer of any form, written in any way
     p = bmm(q, transpose(keys, -1, -2)) * scale; w = _softmax(p + mask, -1); out = bmm(w, values)
         ->  specache.scaled_dot_product_attention(q, keys, values, mask, 0.0, False, scale, True)
 
-Spelt-out attention is read as in a graph whose caches grow, and proved for all queries
-(`run_form.py`); a prompt of more than 2^23 scores is left alone. It is written anew, for its own operations have the
-buffer's length in their arguments. Only a softcap, sinks, or a bias wider than the query keep it spelt out.
+`by_indices.py` says what keys and values are moved from. Spelt-out attention is read as in a graph whose caches grow,
+and proved for all queries (`run_form.py`); a prompt of more than 2^23 scores is left alone. It is written anew, for its
+own operations have the buffer's length in their arguments. Only a softcap, sinks, or a bias wider than the query keep
+it spelt out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from specache_fx.capture.buffer_writes import Append, read_by
+from specache_fx.capture.by_indices import ById, Tokens, Written, with_nodes
 from specache_fx.capture.cache_side import LeaveAlone, sdpa_instead
-from specache_fx.capture.graph_edit import call
+from specache_fx.capture.cache_views import attentions_of, read_sides
+from specache_fx.capture.graph_edit import call, fake_mode_of, origin_of
 from specache_fx.capture.graph_slices import ancestors
-from specache_fx.capture.graph_utils import described, shape_of, target_name, value_of
+from specache_fx.capture.graph_utils import described, is_float, shape_of, target_name, value_of
+from specache_fx.capture.heads_first import is_known
+from specache_fx.capture.id_runs import MADE, Operand, leaves_of
 from specache_fx.capture.mask_rows import MaskRowBuilder, UnknownFormError
 from specache_fx.capture.normalize_attention import SDPA, from_sdpa, from_softmax
 from specache_fx.capture.program import AttentionCore
 from specache_fx.capture.random_numbers import dense
 from specache_fx.capture.trace import inline
+from specache_fx.runtime.handle_form import MOST_DIMS
 
 _aten = torch.ops.aten
+_WRITES = (
+    _aten.index_copy.default, _aten.index_put.default, _aten.slice_scatter.default, _aten.scatter.src,
+)  # fmt: skip
 _ENDS = (SDPA, _aten._softmax.default, _aten.mm.default, _aten.addmm.default)
 
 
 @dataclass(frozen=True)
-class Reader:
+class BufferRead:
     """An attention over buffers.
 
     Attributes:
-        core: What it computes, with a mask of all queries.
-        keys: What the keys are a view of, and where slices of the first tokens end.
-        values: The same of the values.
+        attention: An SDPA, or a softmax.
+        operands: Its keys and values.
+        sides: What these are made of.
     """
 
-    core: AttentionCore
-    keys: tuple[Append, list[Any]]
-    values: tuple[Append, list[Any]]
+    attention: Node
+    operands: list[Operand]
+    sides: list[Written]
+
+    def copied(self, copies: dict[Node, Node]) -> BufferRead:
+        """The same attention in a copy of its graph."""
+
+        def copy(value: Any) -> Any:
+            return copies.get(value, value) if isinstance(value, Node) else value
+
+        both = ([with_nodes(each, copy) for each in records] for records in (self.operands, self.sides))
+        return BufferRead(copies[self.attention], *both)
 
 
-def is_over(node: Node, found: Mapping[Node, Append]) -> bool:
-    """Whether a node is an SDPA over buffers."""
-    return node.target is SDPA and any(read_by(side, found) is not None for side in node.args[1:3])
+def buffer_reads(gm: GraphModule) -> list[BufferRead]:
+    """The attentions of a graph over buffers that it writes this call's tokens into."""
+    writes, by_id = _writes_of(gm.graph), ById(gm)
+    found = [
+        BufferRead(attention, operands, sides)
+        for attention, operands in (attentions_of(gm) if writes else ())
+        if (sides := by_id.written(operands, writes)) is not None and is_known(attention, sides)
+    ]
+    of_all = [side.capacity for read in found for side in read.sides if side.window is None]
+    if not of_all:  # an output of the newest tokens alone is no buffer
+        return [read for read in found if all(side.is_input for side in read.sides)]
+
+    def as_window(side: Written) -> Written:
+        """One that is shorter than the others keeps the newest tokens, until it is full it is written like these."""
+        shorter = side.window is None and side.capacity < max(of_all)
+        return replace(side, window=side.capacity) if shorter else side
+
+    return [replace(read, sides=[*map(as_window, read.sides)]) for read in found]
 
 
-def reads_buffer(node: Node, found: Mapping[Node, Append]) -> bool:
-    """Whether a node is an SDPA over buffers, or a softmax of scores that are computed from them."""
-    if node.target is not _aten._softmax.default:
-        return is_over(node, found)
-    # Not what other attentions made of them: a softmax of another kind reads hidden states.
-    stop = {*found, *(each for each in node.graph.nodes if each.target in _ENDS and each is not node)}
-    return not found.keys().isdisjoint(ancestors([node], stop))
+def _writes_of(graph: Graph) -> dict[Node, Node | None]:
+    """What is in each buffer that is written: an input, or a result that this call makes for an output."""
+    writes: dict[Node, Node | None] = {}
+    for out in graph.output_node().all_input_nodes:
+        if is_float(out, MOST_DIMS) and out.op != "placeholder":
+            made = [
+                leaf for leaf in leaves_of([out]) if leaf.target in MADE and shape_of(leaf) == shape_of(out)
+            ]
+            if made or out.target is _aten.clone.default:
+                writes[out] = made[0] if made else None
+    for node in graph.nodes:
+        if node.target is _aten.copy_.default and len(shape_of(node) or ()) > 2 and is_float(node, MOST_DIMS):
+            buffer, value = node.args
+            writes[value] = buffer
+    return writes
 
 
-def readers_of(gm: GraphModule, found: Mapping[Node, Append]) -> list[Reader]:
-    """The attentions that read buffers. What is spelt out may get nodes that describe its mask.
+def writes_tokens(gm: GraphModule) -> bool:
+    """Whether a functional graph writes parts of an input of 3 dimensions or more, as it would tokens."""
+    for value, buffer in _writes_of(gm.graph).items():
+        start: Any = value
+        while start.target in _WRITES:
+            start = start.args[0]
+        if start is buffer is not value and buffer.op == "placeholder":
+            return True
+    return False
+
+
+def has_past(reads: Sequence[BufferRead]) -> bool:
+    """Whether the call that a graph is compiled for follows others: it has one token, but for a prompt of one."""
+    sides = [side for read in reads for side in read.sides]
+    if any(side.before is not Tokens.ANY for side in sides):
+        return any(side.before in (Tokens.SOME, Tokens.FULL) for side in sides)
+    return sides[0].is_input and isinstance(sides[0].q_len, int) and sides[0].q_len == 1
+
+
+def cores_of(
+    gm: GraphModule, reads: Sequence[BufferRead], tokens_of: Callable[[Written], Node]
+) -> list[AttentionCore]:
+    """What attentions over buffers compute. What is spelt out may get nodes that describe its mask.
 
     Args:
         gm: The graph.
-        found: Its writes.
+        reads: The attentions.
+        tokens_of: This call's tokens, `[batch, num_kv_heads, q_len, head_dim]`.
 
     Raises:
-        LeaveAlone: If the keys or the values alone are in a buffer, or its form isn't known.
+        LeaveAlone: If the form of one isn't known, or another one is computed from the buffers.
     """
-    readers, rows = list[Reader](), MaskRowBuilder(newest=False)
+    rows, known = MaskRowBuilder(newest=False), {read.attention: read for read in reads}
+    values = {side.tensor for read in reads for side in read.sides}
+    ends = {node for node in gm.graph.nodes if node.target in _ENDS}
+    cores = list[AttentionCore]()
     for node in list(gm.graph.nodes):
-        if node.target is SDPA:
-            core = from_sdpa(gm, node)
-            if (sides := _sides(core, found)) is not None:
-                readers.append(Reader(core, *sides))
-        elif reads_buffer(node, found):
-            readers.append(_spelt_out(gm, node, found, rows))
-    return readers
+        if node.target is SDPA and node in known:
+            cores.append(from_sdpa(gm, node))
+        elif node in known:
+            cores.append(_spelt_out(gm, node, _with_sides(known[node], tokens_of), rows))
+        # Not what other attentions made of them: a softmax of another kind reads hidden states.
+        elif node.target is _aten._softmax.default and values & ancestors([node], values | ends - {node}):
+            _spelt_out(gm, node, values, rows)
+            raise LeaveAlone(
+                f"{described(node)} is computed from a cache of fixed length that is not its keys"
+            )
+    return cores
 
 
-def _sides(
-    core: AttentionCore, found: Mapping[Node, Append]
-) -> tuple[tuple[Append, list[Any]], tuple[Append, list[Any]]] | None:
-    of_keys, of_values = (read_by(side, found) for side in (core.key, core.value))
-    if of_keys is None and of_values is None:
-        return None
-    if of_keys is None or of_values is None:
-        one = f"keys or values of {described(core.node)} are written in place, and the others are not"
-        raise LeaveAlone(one)
-    return of_keys, of_values
+def _with_sides(read: BufferRead, tokens_of: Callable[[Written], Node]) -> set[Node]:
+    """Have spelt-out attention read keys and values with heads first, that stand for what it reads of buffers."""
+    sides = list[Node]()
+    for operand, side in zip(read.operands, read.sides, strict=True):
+        batch, heads, _, dim = shape_of(new := tokens_of(side)) or ()
+        tokens = (shape_of(operand.node) or ())[-1 if operand.transposed else -2]
+        with operand.reader.graph.inserting_before(operand.reader):
+            node = operand.reader.graph.call_function(_tokens_in_buffer, (operand.node,))
+        with fake_mode_of([value_of(new)]), torch.no_grad():  # type: ignore[union-attr]
+            value = value_of(new).new_empty((batch, heads, tokens, dim))
+        node.meta = {**origin_of(operand.node), "val": value}
+        sides.append(node)
+    read_sides(read.attention, read.operands, sides)
+    return set(sides)
 
 
-def _spelt_out(gm: GraphModule, softmax: Node, found: Mapping[Node, Append], rows: MaskRowBuilder) -> Reader:
-    outputs = {*gm.graph.output_node().all_input_nodes, *found}
+def _tokens_in_buffer(operand: torch.Tensor) -> torch.Tensor:
+    """Stands in a graph for what an attention reads of a buffer, heads first. It never runs."""
+    raise AssertionError
+
+
+def _spelt_out(gm: GraphModule, softmax: Node, sides: set[Node], rows: MaskRowBuilder) -> AttentionCore:
+    outputs = {*gm.graph.output_node().all_input_nodes, *sides}
     try:
         core = from_softmax(gm, softmax, outputs, rows)
     except UnknownFormError as error:
@@ -105,25 +184,20 @@ def _spelt_out(gm: GraphModule, softmax: Node, found: Mapping[Node, Append], row
         ) from error
     if core.problem is not None:
         raise LeaveAlone(*core.problem)
-    sides = _sides(core, found)
-    if sides is None:
-        raise LeaveAlone(
-            f"{described(softmax)} is computed from a cache of fixed length that is not its keys"
-        )
-    return Reader(core, *sides)
+    return core
 
 
-def write(graph: Graph, reader: Reader, key: Node, value: Node, mask: Node | None) -> Node:
+def write(graph: Graph, core: AttentionCore, key: Node, value: Node, mask: Node | None) -> Node:
     """Write an attention over tokens that are there. Inserted at the graph's insertion point.
 
     Args:
         graph: The graph.
-        reader: The attention.
+        core: The attention.
         key: `[batch, num_kv_heads, kv_len, key_dim]`.
         value: `[batch, num_kv_heads, kv_len, value_dim]`.
         mask: Of these tokens.
     """
-    core, node = reader.core, reader.core.node
+    node = core.node
     is_sdpa = node.target is SDPA
     if is_sdpa or (core.softcap is None and core.sinks is None and not _is_wide_bias(core)):
         if mask is not None and value_of(mask).is_floating_point():

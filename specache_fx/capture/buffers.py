@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from specache_fx.capture.buffer_writes import Tokens
+from specache_fx.capture.by_indices import Tokens
 
 Size = int | tuple[int, int | None]
 """A number; or the input of Dynamo's that has it as a size, and in which dimension (None: the input is the number)."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -19,18 +20,18 @@ from torch.fx import GraphModule, Node
 
 from specache_fx.capture.graph_slices import ancestors
 from specache_fx.capture.graph_utils import (
-    cut_of,
     is_float,
+    is_integer,
     is_static_input,
     same_sizes,
     shape_of,
-    target_name,
     value_of,
 )
 from specache_fx.capture.id_runs import ROOM, Operand, Part
 from specache_fx.runtime.handle_form import (
     FOLDED,
     FORMS,
+    HEADS_FIRST,
     MOST_DIMS,
     PAIR,
     dims_of,
@@ -39,69 +40,93 @@ from specache_fx.runtime.handle_form import (
     token_dim,
 )
 
-_VIEWS = ("expand", "unsqueeze", "repeat", "reshape", "clone")
-_STARTS = (3, 0)  # the row that tokens are written at; the second where a prompt has no room behind the first
+_STARTS = ((3, 1), (0, 1))
+"""The row that tokens are written at, and a step to that of others; the second where a prompt has no room behind 3."""
 _aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Moved:
-    """What an operand is made of.
+class Source:
+    """Where keys or values of an attention come from.
 
     Attributes:
-        tensor: The cache, which is returned.
+        tensor: The cache that is returned, or all that is in a buffer after this call.
         form: Its form.
         side: Of a pair: 0 for keys, 1 for values.
         num_kv_heads: Its heads.
-        past: The input that tokens are appended to; None in a prompt.
+        is_tiled: Heads are repeated one after the other, as `repeat` does, and not each by itself.
         new: This call's tokens.
         new_form: The form of `new`, which may hold both sides of a pair.
-        between: The nodes that move them.
-        is_tiled: Heads are repeated one after the other, as `repeat` does, and not each by itself.
-        is_read: The operand is computed from the cache itself, and not beside it.
     """
 
     tensor: Node
     form: str
     side: int
     num_kv_heads: int
-    past: Node | None
+    is_tiled: bool
     new: Node
     new_form: str
-    between: frozenset[Node]
-    is_read: bool
-    is_tiled: bool
 
 
 @dataclass(frozen=True)
-class Written:
+class Moved(Source):
+    """What an operand is made of, where a cache grows.
+
+    Attributes:
+        past: The input that tokens are appended to; None in a prompt.
+        between: The nodes that move them.
+        is_read: The operand is computed from the cache itself, and not beside it.
+    """
+
+    past: Node | None
+    between: frozenset[Node]
+    is_read: bool
+
+
+class Tokens(Enum):
+    """The number of tokens that a buffer holds before a call, by its way of writing."""
+
+    ANY = "any"
+    NONE = "none"
+    SOME = "some"  # `Written.position` of them
+    FULL = "as many as it has room for"
+
+
+@dataclass(frozen=True)
+class Written(Source):
     """What an operand is made of, where a buffer of fixed length is written in place.
 
     Attributes:
-        tensor: The input that is written.
-        value: All that is in it then.
-        form: Its form.
-        side: Of a pair: 0 for keys, 1 for values.
-        num_kv_heads: Its heads.
-        position: Where the first token is written, or where each is: a number, or a node.
-        new: This call's tokens.
-        new_form: Their form.
+        position: Where the first token is written, or where each is: a number, or a node. It tells nothing with
+            `Tokens.NONE` and `FULL`.
         end: Where the rows end that are read; None where all are, or this call's tokens alone.
         reads_new: The operand is this call's tokens, and not read from the buffer.
-        is_tiled: See `Moved`.
+        window: Tokens that the buffer has room for, where it keeps the newest; None where it keeps all.
+        before: Tokens that it has to hold before this call.
+        buffer: The input that is written, or what this call makes for it; None where all of it is written.
     """
 
-    tensor: Node
-    value: Node
-    form: str
-    side: int
-    num_kv_heads: int
     position: Any
-    new: Node
-    new_form: str
-    end: Any
-    reads_new: bool
-    is_tiled: bool
+    end: Any = None
+    reads_new: bool = False
+    window: int | None = None
+    before: Tokens = Tokens.ANY
+    buffer: Node | None = None
+
+    @property
+    def is_input(self) -> bool:
+        """Whether the buffer is there before this call."""
+        return self.buffer is not None and self.buffer.op == "placeholder"
+
+    @property
+    def capacity(self) -> Any:
+        """Tokens that the buffer has room for."""
+        return (shape_of(self.tensor) or ())[token_dim(self.form)]
+
+    @property
+    def q_len(self) -> Any:
+        """The number of tokens that are written."""
+        return (shape_of(self.new) or ())[token_dim(self.new_form)]
 
 
 class ById:
@@ -144,22 +169,28 @@ class ById:
 
         return self._find(Part(self._gm, operands, caches), find)
 
-    def written(self, operands: Sequence[Operand], writes: Mapping[Node, Node]) -> list[Written] | None:
+    def written(
+        self, operands: Sequence[Operand], writes: Mapping[Node, Node | None]
+    ) -> list[Written] | None:
         """What keys and values are made of.
 
         Args:
             operands: Keys and values of an attention.
-            writes: What is in each input that is written in place, by the input.
+            writes: The buffer of each value that is written to one (see `Written`).
 
         Returns:
             Of keys and of values; None where they are moved neither from buffers nor from what is written to these.
         """
 
         def find(part: Part) -> list[Written | None]:
-            def found_at(start: int, step: int) -> tuple[list[Written | None], int]:
-                known = part.run(rooms, start, step)
-                values = {value: buffer for buffer, value in writes.items() if _fits(known, buffer, value)}
-                found = [_written(known, operand, values) for operand in operands]
+            def found_at(
+                start: int, step: int, before: Sequence[Written | None]
+            ) -> tuple[list[Written | None], int]:
+                known = part.run(sizes, start, step)
+                values = [value for value in part.related if value in known]
+                found = [
+                    _written(known, *both, writes, values) for both in zip(operands, before, strict=True)
+                ]
                 last = [
                     known[each.tensor].shape[token_dim(each.form)]
                     - known[each.new].shape[token_dim(each.new_form)]
@@ -168,37 +199,41 @@ class ById:
                 ]
                 return found, min(last, default=0)
 
-            rooms = part.rooms(writes)
-            for start in _STARTS:
-                first, last = found_at(start, 1)
-                if None not in first:
-                    return first if found_at(last, -1)[0] == first else [None]
+            sizes = part.rooms({*writes.values()})
+            rooms = [dims[2] for value in part.related if len(dims := shape_of(value) or ()) == 4]
+            windows = [room - 1 for room in rooms if isinstance(room, int)]
+            for start, step in (*_STARTS, *((last, -1) for last in windows[:1])):
+                if step < 0:  # more tokens than a window has room for
+                    sizes += [(_num_tokens(operand), ROOM + start + part.most()) for operand in operands]
+                first, last = found_at(start, step, [None] * len(operands))
+                if None not in first and (step > 0 or all(each.window for each in first if each)):
+                    again, _ = found_at(max(last, int(step < 0)), -step, first)
+                    return first if again == first else [None]
             return [None]
 
-        return self._find(Part(self._gm, operands, [*writes.values()]), find)
+        found = self._find(Part(self._gm, operands, [*writes]), find, writes)
+        return found and [dataclasses.replace(each, buffer=writes[each.tensor]) for each in found]
 
-    def _find(self, part: Part, find: Callable[[Part], list[Any]]) -> Any:
+    def _find(
+        self, part: Part, find: Callable[[Part], list[Any]], writes: Mapping[Node, Node | None] | None = None
+    ) -> Any:
         if not part.related:
             return None
-        key = part.signature()
+        key = part.signature([writes[value] for value in part.related] if writes else ())
         if key not in self._seen:
             found = find(part)
-            self._seen[key] = None if None in found else [_with(each, part.numbered) for each in found]
+            self._seen[key] = None if None in found else [with_nodes(each, part.numbered) for each in found]
         known = self._seen[key]
-        return None if known is None else [_with(each, part.node) for each in known]
+        return None if known is None else [with_nodes(each, part.node) for each in known]
 
 
-def _with(record: Any, change: Callable[[Any], Any]) -> Any:
-    """A record with other nodes in it."""
+def with_nodes(record: Any, change: Callable[[Any], Any]) -> Any:
+    """A record with other nodes in it: `change` takes each of its values."""
     changed = {}
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
         changed[field.name] = frozenset(map(change, value)) if isinstance(value, frozenset) else change(value)
     return dataclasses.replace(record, **changed)
-
-
-def _fits(known: Mapping[Node, Any], buffer: Node, value: Node) -> bool:
-    return buffer in known and value in known and bool(known[buffer].shape == known[value].shape)
 
 
 def _candidates(
@@ -213,11 +248,11 @@ def _candidates(
         return
     read = read.mT if operand.transposed else read
     for tensor in tensors:
-        sizes = [operand.num_heads] if operand.num_heads else sorted({*known[tensor].shape}, reverse=True)
-        for num_heads in sizes:
-            if read.dim() == 4 or len(read) % num_heads == 0:
-                heads = read.unflatten(0, (-1, num_heads)) if read.dim() == 3 else read
-                yield from ((tensor, *kv) for kv in _kv(heads))
+        heads = [read]
+        if read.dim() == 3:  # batch and heads in one
+            sizes = (n for n in range(len(read), 0, -1) if len(read) % n == 0)
+            heads = [read.unflatten(0, (-1, n)) for n in sizes]
+        yield from ((tensor, *kv) for each in heads for kv in _kv(each))
 
 
 def _kv(read: torch.Tensor) -> Iterator[tuple[torch.Tensor, bool]]:
@@ -262,7 +297,7 @@ def _moved(known: dict[Node, Any], operand: Operand, caches: Sequence[Node]) -> 
         whole = (shape_of(cache) or ())[dim]
         if same_sizes([whole, whole], [_num_tokens(operand), appended]):
             heads, is_read = kv.shape[1], cache in behind[0]
-            return Moved(cache, form, found.side, heads, past, *new, between, is_read, is_tiled)
+            return Moved(cache, form, found.side, heads, is_tiled, *new, past, between, is_read)
     return None
 
 
@@ -294,76 +329,113 @@ def _past_of(known: dict[Node, Any], cache: Node, form: str) -> Node | None:
     return None
 
 
-def _written(known: dict[Node, Any], operand: Operand, values: Mapping[Node, Node]) -> Written | None:
-    for value, kv, is_tiled in _candidates(known, operand, values):
-        buffer = values[value]
-        if (found := _form(known[value], kv)) is None:
-            continue
-        form, heads = found.form, kv.shape[1]
-        whole, old = (
-            sides_of(known[node], form, heads, is_handle=False)[found.side] for node in (value, buffer)
-        )
-        changed = whole != old
-        rows, tokens = changed.flatten(1).any(1).sum(), changed.transpose(0, 2).flatten(1).any(1).nonzero()
-        if not len(tokens):
-            continue
-        row, count = int(tokens[0]), len(tokens)
-        ids = whole[:rows, :, row : row + count]
-        behind = ancestors([value])
-        new = _new(known, [node for node in known if node in behind], buffer, ids, found.side)
-        is_block = bool((changed[:rows, :, row : row + count]).all()) and int(changed.sum()) == ids.numel()
-        reads_new = buffer not in ancestors([operand.node])
-        room = (shape_of(buffer) or ())[token_dim(form)]
-        reads_all = found.num_rows == whole.shape[2] and same_sizes([_num_tokens(operand)], [room])
-        first = row if reads_new else 0
-        if new is None or not is_block or found.row != first or (reads_new and found.num_rows != count):
-            continue
-        position = _position(known, behind, row, count)
-        end = None if reads_new or reads_all else _end(known, operand, found.num_rows)
-        is_told = position is not None and (reads_new or reads_all or end is not None)
-        if is_told and _same_dtypes(operand.node, buffer, value, new[0]):
-            return Written(buffer, value, form, found.side, heads, position, *new, end, reads_new, is_tiled)
+def _written(
+    known: dict[Node, Any],
+    operand: Operand,
+    before: Written | None,
+    writes: Mapping[Node, Node | None],
+    values: Sequence[Node],
+) -> Written | None:
+    """What an operand is made of; `before` in another run, where it read some of this call's tokens."""
+    for value, kv, is_tiled in _candidates(known, operand, [before.tensor] if before else values):
+        buffer = writes[value]
+        old = known.get(buffer) if buffer else None
+        found = _rolled(known, operand, buffer, value, kv)
+        if found is None and old is not None and old.shape == known[value].shape:
+            found = _in_place(known, operand, buffer, value, kv, reads_some=before is None)  # type: ignore[arg-type]
+        if found is not None:
+            found = dataclasses.replace(found, is_tiled=is_tiled)
+            if _same_dtypes(operand.node, value, found.new, *([buffer] if buffer else [])):
+                return found
     return None
 
 
-def _position(known: dict[Node, Any], behind: set[Node], row: int, count: int) -> Any:
-    """What says where tokens are written: a number, a node, or None where nothing does."""
-    found = list[Any]()
-    for node in (node for node in known if node in behind):
-        args: Any = node.args
-        if target_name(node) in ("index_copy", "scatter", "index_put"):
-            index = args[1] if target_name(node) == "index_put" else [args[2]]
-            found += [_unexpanded(each) for each in index if isinstance(each, Node)]
-        elif target_name(node) == "slice_scatter":
-            found.append((cut_of(node) or (0, 0))[1])
-        elif target_name(node) == "select_scatter":
-            found.append(args[3])
-    rows = list(range(row, row + count))
-    for place in sorted(found, key=lambda each: not isinstance(each, Node)):
-        value = known.get(place) if isinstance(place, Node) else place
-        value = value.flatten().tolist() if isinstance(value, torch.Tensor) else value
-        if value in (row, rows):
-            return place
+def _in_place(
+    known: dict[Node, Any],
+    operand: Operand,
+    buffer: Node,
+    value: Node,
+    kv: torch.Tensor,
+    *,
+    reads_some: bool,
+) -> Written | None:
+    """Tokens that are written into some rows of a buffer; the operand reads `reads_some` of them."""
+    if (found := _form(known[value], kv)) is None:
+        return None
+    form, heads = found.form, kv.shape[1]
+    whole, old = (sides_of(known[node], form, heads, is_handle=False)[found.side] for node in (value, buffer))
+    changed = whole != old
+    tokens = changed.transpose(0, 2).flatten(1).any(1).nonzero()
+    if not len(tokens):
+        return None
+    row, count, rows = int(tokens[0]), len(tokens), len(kv)
+    ids = whole[:rows, :, row : row + count]
+    behind = ancestors([value])
+    reads_new = buffer not in ancestors([operand.node])
+    new = _new(known, [node for node in known if node in behind], buffer, ids, found.side)
+    is_block = bool((changed[:rows, :, row : row + count]).all()) and int(changed.sum()) == ids.numel()
+    room = (shape_of(buffer) or ())[token_dim(form)]
+    reads_all = found.num_rows == whole.shape[2] and same_sizes([_num_tokens(operand)], [room])
+    first = row if reads_new else 0
+    unread = reads_some and found.row + found.num_rows <= row
+    if new is None or not is_block or unread or found.row != first or (reads_new and found.num_rows != count):
+        return None
+    numbers = list(range(row, row + count))
+    from_end = [number - whole.shape[2] for number in numbers]
+    position = _found_by(known, behind, numbers, row, from_end)
+    end = None if reads_new or reads_all else _end(known, operand, found.num_rows)
+    if not (reads_new or reads_all or end is not None):
+        return None
+    # A number in an operator is the row of each run.
+    return Written(value, form, found.side, heads, False, *new, position or row, end, reads_new)
+
+
+def _rolled(
+    known: dict[Node, Any], operand: Operand, buffer: Node | None, value: Node, kv: torch.Tensor
+) -> Written | None:
+    """The newest of the tokens that attention reads, written over the whole of a buffer that has heads first."""
+    whole, window = known[value], (shape_of(value) or ())[2:3]
+    if whole.dim() != 4 or not isinstance(window[0], int) or kv.shape[2] < window[0]:
+        return None
+    window, old = window[0], known.get(buffer) if buffer else None
+    if not torch.equal(kv[:, :, -window:], whole) or (old is not None and old.shape != whole.shape):
+        return None
+    held = 0 if old is None else int(torch.isin(kv[0, 0, :, 0], old).sum())
+    behind = ancestors([value])
+    new = _new(known, [node for node in known if node in behind], buffer, kv[:, :, held:], 0)
+    if new is None:
+        return None
+    position: Any = 0
+    if held == 0 and kv.shape[2] > window:
+        before = Tokens.NONE
+    elif old is not None and held == window - 1 and torch.equal(kv[:, :, :held], old[:, :, 1:]):
+        before = Tokens.FULL
+    elif old is not None and held and torch.equal(kv[:, :, :held], old[:, :, :held]):
+        before, position = Tokens.SOME, _found_by(known, ancestors([operand.node]), held) or held
+    else:
+        return None
+    made = Written(value, HEADS_FIRST, 0, kv.shape[1], False, *new, position)
+    return dataclasses.replace(made, window=window, before=before)
+
+
+def _found_by(known: dict[Node, Any], nodes: set[Node], *wanted: Any) -> Node | None:
+    """The last of some nodes that is one of the wanted numbers, or a tensor of them; None where none is."""
+    for node in reversed([node for node in known if node in nodes]):
+        value = known[node]
+        if isinstance(value, torch.Tensor) and value.dtype not in (torch.bool, torch.float64):
+            value = value.flatten().tolist()
+        if type(value) in (int, list) and value in wanted:
+            return node
     return None
-
-
-def _unexpanded(index: Node) -> Node:
-    """The tensor of one dimension that an index was expanded from."""
-    node: Any = index
-    while len(shape_of(node) or ()) > 1 and target_name(node) in _VIEWS:
-        node = node.args[0]
-    return node
 
 
 def _end(known: dict[Node, Any], operand: Operand, count: int) -> Any:
     """What says how many of a buffer's first rows an operand reads; None where nothing does."""
-    for node in ancestors([operand.node]):
-        cut = cut_of(node) if node in known and node.target is _aten.slice.Tensor else None
-        if cut is not None and cut[1] == 0:
-            end: Any = cut[2]
-            if known.get(end, end) == count and same_sizes([value_of(end)], [_num_tokens(operand)]):
-                return end
-    return None
+    tokens = _num_tokens(operand)
+    if isinstance(tokens, int):
+        return tokens if tokens == count else None
+    sizes = {node for node in ancestors([operand.node]) if is_integer(node)}
+    return _found_by(known, {node for node in sizes if same_sizes([value_of(node)], [tokens])}, count)
 
 
 class _Form(NamedTuple):

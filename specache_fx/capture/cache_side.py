@@ -12,6 +12,7 @@ from specache_fx.capture.graph_slices import ancestors, mutated_inputs
 from specache_fx.capture.graph_utils import (
     concatenated,
     described,
+    is_float,
     newest,
     reads_shape_only,
     same_sizes,
@@ -20,6 +21,8 @@ from specache_fx.capture.graph_utils import (
     source_of,
     target_name,
 )
+from specache_fx.capture.id_runs import leaves_of
+from specache_fx.runtime.handle_form import MOST_DIMS
 
 LEAVE = 'backend="inductor" compiles this model as it is'
 BREAKS = f'TORCH_LOGS="graph_breaks" shows where graphs break. {LEAVE}.'
@@ -28,17 +31,6 @@ GROWING = f"{GROW[0].upper()}{GROW[1:]}. {LEAVE}."
 ONLY_ATTENTION = f"Let nothing but attention, and cat([past, new], dim=-2), read the cached tensors. {LEAVE}."
 _aten = torch.ops.aten
 _SAME_TOKENS = {"clone", "_to_copy", "slice"}
-_VIEWS = _SAME_TOKENS | {
-    "transpose",
-    "permute",
-    "expand",
-    "reshape",
-    "unsqueeze",
-    "squeeze",
-    "split",
-    "getitem",
-}
-_RELAYOUTS = {"cat", "stack", "transpose", "permute", "reshape", "clone", "unsqueeze"}
 
 
 def sdpa_instead(softmax: Node) -> str:
@@ -124,10 +116,10 @@ def grows(node: Any) -> bool:
     parts, _ = concatenated(node) or ([], 0)
     if len(parts) < 2 or len(shape_of(node) or ()) not in (3, 4):
         return False
-    past = parts[0]
-    while target_name(past) in _VIEWS and isinstance(past.args[0], Node):
-        past = past.args[0]
-    return past.op == "placeholder" or shape_of(past) == (0,)
+    moved_from = leaves_of(parts[:1])
+    return shape_of(parts[0]) == (0,) or any(
+        leaf.op == "placeholder" and is_float(leaf) for leaf in moved_from
+    )
 
 
 def _appended(root: Node) -> tuple[Node | None, Node]:
@@ -228,13 +220,6 @@ def _write_before(root: Node) -> Node | None:
 
 def _is_cached_elsewhere(root: Node, outputs: set[Node]) -> bool:
     """Whether keys that are no output are returned in another form."""
-    work, seen = [root, *root.all_input_nodes], set()
-    while work:
-        node = work.pop()
-        if node in seen or len(shape_of(node) or ()) < 4:
-            continue
-        seen.add(node)
-        if node in outputs:
-            return True
-        work.extend(user for user in node.users if target_name(user) in _RELAYOUTS)
-    return False
+    moved_from = {leaf for leaf in leaves_of([root]) if is_float(leaf, MOST_DIMS)}
+    large = (out for out in outputs if len(shape_of(out) or ()) >= 4)
+    return any(not moved_from.isdisjoint(leaves_of([out])) for out in large)

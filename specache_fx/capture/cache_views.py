@@ -22,10 +22,20 @@ from specache_fx.capture.normalize_attention import SDPA
 from specache_fx.capture.random_numbers import repeated
 from specache_fx.capture.run_form import path_of
 from specache_fx.capture.trace import inline
-from specache_fx.runtime.handle_form import FOLDED, PAIR, dims_of, is_laid_out, order_of, sides_of
+from specache_fx.runtime.handle_form import (
+    PAIR,
+    dims_of,
+    is_laid_out,
+    sides_of,
+    steps_from_side,
+    steps_to_side,
+)
 
 _aten = torch.ops.aten
-WHOLE = "whole"  # in the meta of an input that comes in with heads first: what Dynamo has
+_STEPS = {
+    "select": _aten.select.int, "unflatten": _aten.unflatten.int, "flatten": _aten.flatten.using_ints,
+    "transpose": _aten.transpose.int, "permute": _aten.permute.default,
+}  # fmt: skip
 
 
 def attentions_of(gm: GraphModule) -> Iterator[tuple[Node, list[Operand]]]:
@@ -34,7 +44,7 @@ def attentions_of(gm: GraphModule) -> Iterator[tuple[Node, list[Operand]]]:
         if node.target is SDPA:
             sides: Any = node.args[1:3]
             if all(len(shape_of(side) or ()) == 4 for side in sides):
-                yield node, [Operand(side, node, (shape_of(side) or ())[1]) for side in sides]
+                yield node, [Operand(side, node) for side in sides]
         elif node.target is _aten._softmax.default:
             yield from _spelt_out(node)
 
@@ -44,32 +54,14 @@ def _spelt_out(softmax: Node) -> Iterator[tuple[Node, list[Operand]]]:
         product: Any = path_of(softmax)[0]
     except UnknownFormError:
         return
-    heads = _num_heads(softmax, product)
     weighted = softmax
     while target_name(weighted) != "bmm":
         users = [user for user in real_users(weighted) if user.args and user.args[0] is weighted]
         if not users:
             return
         weighted = users[0]
-    keys = Operand(product.args[1], product, heads, transposed=True)
-    yield softmax, [keys, Operand(weighted.args[1], weighted, heads)]  # type: ignore[arg-type]
-
-
-def _num_heads(softmax: Node, product: Node) -> int | None:
-    """Heads of a product's operands; None where they can't be told."""
-    node: Any = softmax
-    if len(shape_of(softmax) or ()) == 3:
-        node = product.args[0]
-        while len(shape_of(node) or ()) == 3 and target_name(node) in (
-            "reshape",
-            "clone",
-            "expand",
-            "mul",
-            "div",
-        ):
-            node = node.args[0]
-    dims = shape_of(node) or ()
-    return dims[1] if len(dims) == 4 and isinstance(dims[1], int) else None
+    keys = Operand(product.args[1], product, transposed=True)
+    yield softmax, [keys, Operand(weighted.args[1], weighted)]  # type: ignore[arg-type]
 
 
 def read_sides(
@@ -86,7 +78,7 @@ def read_sides(
     graph = attention.graph
     if attention.target is SDPA:
         if is_tiled:
-            _group_queries(attention, (shape_of(sides[0]) or ())[1])
+            group_queries(attention, (shape_of(sides[0]) or ())[1])
         attention.args = (attention.args[0], *sides, *attention.args[3:7], True)
         return
     for operand, side in zip(operands, sides, strict=True):
@@ -95,7 +87,7 @@ def read_sides(
         operand.reader.args = (operand.reader.args[0], spelt, *operand.reader.args[2:])
 
 
-def _group_queries(attention: Node, num_kv_heads: int) -> None:
+def group_queries(attention: Node, num_kv_heads: int) -> None:
     """Have the query heads that read the same KV head follow each other, and those of the output in the old order."""
     graph, (query, key, value, mask, *rest) = attention.graph, attention.args
     groups = (shape_of(query) or ())[1] // num_kv_heads
@@ -118,44 +110,26 @@ def _group_queries(attention: Node, num_kv_heads: int) -> None:
 
 def _as_operand(side: torch.Tensor, operand: Operand) -> torch.Tensor:
     """A product's operand, of `[batch, num_kv_heads, kv_len, head_dim]`."""
-    whole = repeated(side, operand.num_heads or side.shape[1])
+    heads = (shape_of(operand.node) or ())[0] // side.shape[0]
+    whole = repeated(side, int(heads))
     return (whole.mT if operand.transposed else whole).flatten(0, 1)
 
 
 def heads_first_of(graph: Graph, node: Node, form: str, num_kv_heads: int, side: int, origin: Node) -> Node:
     """Insert a side of a node in another form at the graph's insertion point."""
-    dims = dims_of(form)
-    if (PAIR,) in dims:
-        node = call(graph, _aten.select.int, (node, dims.index((PAIR,)), side), origin)
-    if (merged := _merged(form)) is not None:
-        sizes = (-1, num_kv_heads) if form == FOLDED else (num_kv_heads, -1)
-        node = call(graph, _aten.unflatten.int, (node, merged, sizes), origin)
-    return _permuted(graph, node, order_of(form), origin)
+    for name, args in steps_to_side(form, num_kv_heads, side):
+        node = call(graph, _STEPS[name], (node, *args), origin)
+    return node
 
 
 def as_in_model(graph: Graph, sides: Sequence[Node], form: str, origin: Node) -> Node:
     """Insert what the model has of sides at the graph's insertion point."""
-    order = order_of(form)
-    nodes = [_permuted(graph, side, [order.index(dim) for dim in range(4)], origin) for side in sides]
-    if (merged := _merged(form)) is not None:
-        args = (merged, merged + 1)
-        nodes = [call(graph, _aten.flatten.using_ints, (node, *args), origin) for node in nodes]
+    nodes = list(sides)
+    for name, args in steps_from_side(form):
+        nodes = [call(graph, _STEPS[name], (node, *args), origin) for node in nodes]
     if len(nodes) == 1:
         return nodes[0]
     return call(graph, _aten.stack.default, (nodes, dims_of(form).index((PAIR,))), origin)
-
-
-def _permuted(graph: Graph, node: Node, order: Sequence[int], origin: Node) -> Node:
-    moved = [dim for i, dim in enumerate(order) if i != dim]
-    if len(moved) == 2:
-        return call(graph, _aten.transpose.int, (node, *sorted(moved)), origin)
-    return call(graph, _aten.permute.default, (node, list(order)), origin) if moved else node
-
-
-def _merged(form: str) -> int | None:
-    """The dimension of heads that are merged with channels, without that of a pair."""
-    dims = [dim for dim in dims_of(form) if dim != (PAIR,)]
-    return next((i for i, dim in enumerate(dims) if len(dim) > 1), None)
 
 
 def sides_in(graph: Graph, node: Node, form: str, num_kv_heads: int) -> list[Node]:
@@ -168,7 +142,7 @@ def sides_in(graph: Graph, node: Node, form: str, num_kv_heads: int) -> list[Nod
     nodes = [node, *(add_placeholder(graph, f"{node.name}_values", None) for _ in sides[1:])]
     users = list(node.users)
     for each, side in zip(nodes, sides, strict=True):
-        each.meta = {**node.meta, "val": side, WHOLE: value}
+        each.meta = {**node.meta, "val": side}
     read_sizes(node, [node], value.shape)
     first = next(each for each in graph.nodes if each.op != "placeholder")
     with graph.inserting_before(first):

@@ -19,7 +19,7 @@ in another way stays as it is.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,67 +29,46 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from specache_fx.capture.buffer_masks import DATA, cut_to, is_narrow, shows_behind
 from specache_fx.capture.buffer_positions import REMEDY, asserts_of, counters_of, positions_of
-from specache_fx.capture.buffer_reads import Reader, is_over, readers_of, reads_buffer, write
-from specache_fx.capture.buffer_writes import Append, Tokens, appends, unread, with_windows
+from specache_fx.capture.buffer_reads import BufferRead, cores_of, write
 from specache_fx.capture.buffers import Buffer, FixedCaches, Size
-from specache_fx.capture.buffers_heads_first import BufferForm
+from specache_fx.capture.by_indices import Tokens, Written
 from specache_fx.capture.cache_side import GROW, LEAVE, LeaveAlone
-from specache_fx.capture.cache_views import WHOLE
-from specache_fx.capture.graph_edit import call, copy_graph, fake_mode_of, finish, size_of
+from specache_fx.capture.cache_views import group_queries, heads_first_of
+from specache_fx.capture.graph_edit import (
+    add_placeholder,
+    call,
+    copy_graph,
+    fake_mode_of,
+    finish,
+    place_behind,
+    size_of,
+)
 from specache_fx.capture.graph_slices import ancestors, cut_out, eliminate_dead_code
 from specache_fx.capture.graph_utils import (
     END,
     described,
     placeholders,
-    real_users,
     same_sizes,
     shape_of,
     symbols_of,
     value_of,
 )
 from specache_fx.capture.normalize_attention import SDPA
+from specache_fx.capture.program import AttentionCore
 from specache_fx.capture.trace import inline
-from specache_fx.runtime.handle_form import HEADS_FIRST, TOKENS_FIRST, dims_of, is_laid_out, token_dim
+from specache_fx.runtime.handle_form import dims_of, is_laid_out, token_dim
 
 _aten = torch.ops.aten
 _LENGTH = "specache_kv_len"  # of the past, a symbol that no input of Dynamo's has
 _HINT = 2  # tokens of the past where a number is asked for: the fewest that no size is special at
 
 
-def attends_in_place(gm: GraphModule) -> bool:
-    """Whether an attention of a functional graph reads a buffer that keeps all tokens written into it."""
-    found = appends(gm.graph)
-    written = unread(found)
-    return bool(found) and any(reads_buffer(node, found) or is_over(node, written) for node in gm.graph.nodes)
-
-
-def keeps_windows_alone(gm: GraphModule) -> bool:
-    """Whether the only buffers that a functional graph writes tokens into keep the newest ones."""
-    if appends(gm.graph):
-        return False
-    windows = {
-        node: append for node, append in with_windows(gm, {}).items() if append.buffer.op == "placeholder"
-    }
-    return any(reads_buffer(node, windows) for node in gm.graph.nodes)
-
-
-def has_past(gm: GraphModule) -> bool:
-    """Whether the call that a graph is compiled for follows others: it has one token, but for a prompt of one."""
-    found = with_windows(gm, appends(gm.graph)).values()
-    if any(append.before is not Tokens.ANY for append in found):
-        return any(append.before in (Tokens.SOME, Tokens.FULL) for append in found)
-    append = next(iter(found))
-    return append.buffer.op == "placeholder" and isinstance(append.q_len, int) and append.q_len == 1
-
-
-def grow(
-    gm: GraphModule, forms: Mapping[int, BufferForm], *, has_past: bool
-) -> tuple[GraphModule, FixedCaches]:
+def grow(gm: GraphModule, reads: Sequence[BufferRead], *, has_past: bool) -> tuple[GraphModule, FixedCaches]:
     """The graph with caches that grow.
 
     Args:
-        gm: A functional graph that `attends_in_place`. It stays as it is.
-        forms: The model's, of `buffers_heads_first`.
+        gm: A functional graph. It stays as it is.
+        reads: Its attentions over buffers, of which one keeps all tokens.
         has_past: Whether tokens are there before this call's.
 
     Returns:
@@ -98,8 +77,9 @@ def grow(
     Raises:
         LeaveAlone: If a cache is read in a way that is not known.
     """
-    gm = copy_graph(gm)
-    rewrite = _Rewrite(gm, forms, has_past)
+    copies: dict[Node, Node] = {}
+    gm = copy_graph(gm, copies)
+    rewrite = _Rewrite(gm, [read.copied(copies) for read in reads], has_past)
     try:
         return gm, rewrite.run()
     finally:
@@ -109,57 +89,45 @@ def grow(
 class _Rewrite:
     """The rewrite of one graph."""
 
-    def __init__(self, gm: GraphModule, forms: Mapping[int, BufferForm], has_past: bool) -> None:
+    def __init__(self, gm: GraphModule, reads: Sequence[BufferRead], has_past: bool) -> None:
         self._gm, self._graph, self._has_past = gm, gm.graph, has_past
-        self._forms = forms
+        self._reads = reads
         self._inputs = placeholders(gm.graph)
-        self._place = {node: i for i, node in enumerate(self._inputs)}
-        found = appends(gm.graph)
-        own = self._read_unwritten(found)
-        self._appends = with_windows(gm, found)
-        self._readers = readers_of(gm, self._appends | own)
-        self._own = {append.node: new for new, append in own.items()}
+        self._place: dict[Node | None, int] = {node: i for i, node in enumerate(self._inputs)}
         mode = fake_mode_of(value_of(node) for node in self._inputs)
         assert mode is not None
         self._mode = mode
         self._length = _new_length(mode) if has_past else None
-        self._grown: dict[Node, Node] = {}  # what a buffer holds now, heads first
+        self._new: dict[_Key, Node] = {}  # this call's tokens, heads first
+        self._past: dict[_Key, Node] = {}  # the input of those before it
+        self._grown: dict[_Key, Node] = {}  # what a buffer holds now, heads first
         self._masks: dict[Node, Node] = {}
         self._cut: list[int] = []
         self._ends: dict[Any, bool] = {}
+        self._cores = cores_of(gm, reads, self._new_of)
 
     def run(self) -> FixedCaches:
         shown, shown_inputs = self._shown()
-        pairs = [pair for reader in self._readers for pair in self._attention(reader)]
-        sides = list(dict.fromkeys(pairs))
-        written = [self._appends[side] for side in sides]
+        sides: dict[_Key, Written] = {}
+        for core, read in zip(self._cores, self._reads, strict=True):
+            self._attention(core, read)
+            for side in read.sides:
+                sides.setdefault(_key(side), side)
+        written = [*sides.values()]
         counters, counted, counted_inputs = counters_of(self._gm)
         conditions, asserts = asserts_of(self._gm)
         starts, positions, position_inputs = positions_of(self._gm, written, [*self._ends, *conditions])
-        moved = {append.buffer for append in written} | {self._inputs[place] for place in counters}
+        moved = {side.buffer for side in written} | {self._inputs[place] for place in counters}
         for node in list(self._graph.nodes):
             if node.target is _aten.copy_.default and node.args[0] in moved:
                 self._graph.erase_node(node)
         outputs: list[Any] = list(self._graph.output_node().args[0])  # type: ignore[arg-type]
-        kept = {append.written for append in written}
-        returned = [tuple(i for i, out in enumerate(outputs) if out is append.written) for append in written]
+        kept = {side.tensor for side in written}
         outs = [None if out in kept else out for out in outputs]
         self._graph.output_node().args = ((*outs, *map(self._kept, written)),)
         eliminate_dead_code(self._graph)
         self._check_readers(written)
-        buffers = tuple(
-            Buffer(
-                form.place,
-                self._place.get(append.buffer),
-                places,
-                form.form,
-                form.num_kv_heads,
-                self._capacity(append),
-                append.window,
-                append.before,
-            )
-            for append, form, places in zip(written, map(self._form_of, written), returned, strict=True)
-        )
+        buffers = tuple(self._buffer(side, outputs) for side in written)
         finish(self._gm)
         return FixedCaches(
             buffers, starts, positions, position_inputs, tuple(self._ends.values()), asserts,
@@ -167,57 +135,52 @@ class _Rewrite:
             tuple(self._cut), shown, shown_inputs, self._size_source(written[0].q_len), self._batch_of(written[0]),
         )  # fmt: skip
 
-    def _read_unwritten(self, found: Mapping[Node, Append]) -> dict[Node, Append]:
-        """The tokens that a prompt attends to and writes into buffers, by themselves."""
-        nodes = self._graph.nodes  # what no attention reads is no cache
-        own = {
-            new: append
-            for new, append in unread(found).items()
-            if any(is_over(node, {new: append}) for node in nodes)
-        }
-        for new, append in own.items() if self._has_past else ():
-            written = ancestors([append.node], [new])
-            first = next(user for user in real_users(new) if user not in written)
-            raise LeaveAlone(
-                f"{described(first)} reads the tokens of this call, and none that are in the cache",
-                "Let it read the cache after they are written to it, or write a prompt as one.",
-            )
-        return own
+    def _buffer(self, side: Written, outputs: Sequence[Any]) -> Buffer:
+        """What the caller has to know of a buffer; one of a pair is returned once."""
+        past = self._past.get(_key(side), side.buffer if side.side == 0 else None)
+        inputs = {node: i for i, node in enumerate(placeholders(self._graph))}
+        place = self._place.get(side.buffer)
+        return Buffer(
+            place,
+            inputs.get(past),  # type: ignore[arg-type]
+            tuple(i for i, out in enumerate(outputs) if out is side.tensor and side.side == 0),
+            side.form,
+            side.num_kv_heads,
+            self._size_source(side.capacity) if place is None else (place, token_dim(side.form)),
+            side.window,
+            side.before,
+        )
 
-    def _kept(self, append: Append) -> Node:
+    def _kept(self, side: Written) -> Node:
         """The graph's output for a buffer: all tokens, or the newest of a window."""
-        grown = self._grown[append.node]
-        if append.window is None:
+        grown = self._grown[_key(side)]
+        if side.window is None:
             return grown
         with self._graph.inserting_before(self._graph.output_node()):
-            return call(self._graph, _aten.slice.Tensor, (grown, 2, 1 - append.window, END), append.node)
+            return call(self._graph, _aten.slice.Tensor, (grown, 2, 1 - side.window, END), side.tensor)
 
-    def _check_readers(self, written: Sequence[Append]) -> None:
+    def _check_readers(self, written: Sequence[Written]) -> None:
         """Raise where something is left that reads a buffer."""
-        left = set(self._graph.nodes)
-        for append in written:
-            grown = self._grown[append.node]
-            old = [node for node in (append.node, append.written) if node in left and node is not grown]
-            users = [user for node in old for user in node.users]
-            if append.buffer.op == "placeholder":
-                users += [user for user in append.buffer.users if user is not grown]
-            for user in users:
-                if user.target is not _aten.sym_size.int:
-                    raise LeaveAlone(
-                        f"{described(user)} reads a cache of fixed length, which holds no numbers", REMEDY
-                    )
+        left, grown = set(self._graph.nodes), set(self._grown.values())
+        for side in written:
+            for node in (side.tensor, side.buffer):
+                for user in node.users if node in left - grown else ():
+                    if user not in grown and user.target is not _aten.sym_size.int:
+                        raise LeaveAlone(
+                            f"{described(user)} reads a cache of fixed length, which holds no numbers", REMEDY
+                        )
 
     def _shown(self) -> tuple[GraphModule, tuple[int, ...]]:
         """`FixedCaches.shown`, before anything is edited."""
         masks = dict[Node, None]()
-        for reader in self._readers:
-            if reader.core.mask is not None and not is_narrow(reader.core.mask):
-                masks[reader.core.mask] = None
+        for core in self._cores:
+            if core.mask is not None and not is_narrow(core.mask):
+                masks[core.mask] = None
         if any(node.target in DATA for node in ancestors(masks)):
             of_data = [mask for mask in masks if any(node.target in DATA for node in ancestors([mask]))]
-            reader = next(reader for reader in self._readers if reader.core.mask in of_data)
+            core = next(core for core in self._cores if core.mask in of_data)
             raise LeaveAlone(
-                f"the mask of {described(reader.core.node)} is computed from data, not from positions and padding"
+                f"the mask of {described(core.node)} is computed from data, not from positions and padding"
                 " alone",
                 f"Compute it from these. Or {GROW}. {LEAVE}.",
             )
@@ -241,94 +204,107 @@ class _Rewrite:
             mine = symbols_of(self._length)
             env.guards[:] = [guard for guard in env.guards if not mine & guard.expr.free_symbols]
 
-    def _attention(self, reader: Reader) -> tuple[Node, Node]:
-        """Have an attention read what is there. Returns what its keys and values are views of."""
-        node, mask = reader.core.node, reader.core.mask
-        (keys, key_ends), (values, value_ends) = reader.keys, reader.values
+    def _attention(self, core: AttentionCore, read: BufferRead) -> None:
+        """Have an attention read what is there."""
+        node, mask = core.node, core.mask
+        hides = mask is not None and not is_narrow(mask)
+        reads_all = any(
+            side.before is Tokens.ANY and side.end is None and not side.reads_new for side in read.sides
+        )
+        if not hides and reads_all:
+            raise LeaveAlone(
+                f"{described(node)} reads all of a cache of fixed length, and no mask hides its unwritten rows",
+                f"Give it a mask, or as many rows as there are tokens. {LEAVE}.",
+            )
+        key, value = (self._tokens_of(side, node) for side in read.sides)
         with self._graph.inserting_before(node):
-            key, value = (self._tokens_of(each, node) for each in (keys, values))
-            hides = mask is not None and not is_narrow(mask)
-            for append, ends in (reader.keys, reader.values):
-                if append.node in self._own:
-                    ends.append(size_of(node, self._own[append.node], append.dim))
-            for end in (*key_ends, *value_ends):
-                self._ends[end] = self._ends.get(end, False) or not hides
-            reads_all = keys.before is Tokens.ANY and not (key_ends and value_ends)
-            if not hides and reads_all:
-                raise LeaveAlone(
-                    f"{described(node)} reads all of a cache of fixed length, and no mask hides its unwritten rows",
-                    f"Give it a mask, or as many rows as there are tokens. {LEAVE}.",
-                )
-            out = write(self._graph, reader, key, value, self._mask(mask, keys, key, node))
+            for side in read.sides:
+                end = size_of(node, self._new_of(side), 2) if side.reads_new else side.end
+                if end is not None:
+                    self._ends[end] = self._ends.get(end, False) or not hides
+            out = write(self._graph, core, key, value, self._mask(mask, read.sides[0], key, node))
         node.replace_all_uses_with(out)
         self._graph.erase_node(node)
-        return keys.node, values.node
+        if read.sides[0].is_tiled:
+            group_queries(out, read.sides[0].num_kv_heads)
 
-    def _tokens_of(self, append: Append, origin: Node) -> Node:
+    def _new_of(self, side: Written) -> Node:
+        """This call's tokens, `[batch, num_kv_heads, q_len, head_dim]`."""
+        if _key(side) not in self._new:
+            with self._graph.inserting_before(place_behind([side.new])):
+                args = (side.new, side.new_form, side.num_kv_heads, side.side, side.tensor)
+                self._new[_key(side)] = heads_first_of(self._graph, *args)
+        return self._new[_key(side)]
+
+    def _tokens_of(self, side: Written, attention: Node) -> Node:
         """The tokens that a buffer holds, `[batch, num_kv_heads, kv_len, head_dim]`."""
-        side = append.node
-        if side in self._grown:
-            return self._grown[side]
-        if append.buffer.op == "placeholder" and _is_piece(
-            append.buffer.meta.get(WHOLE, value_of(append.buffer))
-        ):
+        new = self._new_of(side)
+        if _key(side) in self._grown:
+            return self._grown[_key(side)]
+        if side.is_input and side.side == 0 and _is_piece(value_of(side.buffer)):
             raise LeaveAlone(
-                f"`{append.buffer.name}` is a piece of another tensor, whose memory can't be given back",
+                f"`{side.buffer}` is a piece of another tensor, whose memory can't be given back",
                 f"Make a buffer of its own for keys, and one for values, of each layer. {LEAVE}.",
             )
-        new = self._own.get(side, append.new)
-        with self._graph.inserting_before(new.next if side in self._own else side):
-            if len(shape_of(new) or ()) == 3:
-                new = call(self._graph, _aten.unsqueeze.default, (new, 0), origin)
-            if append.dim == 1:
-                new = call(self._graph, _aten.transpose.int, (new, 1, 2), origin)
-        tokens = new
-        if self._has_past:
-            if append.buffer.op != "placeholder":
-                made = f"{described(side)} writes behind position 0 of a cache that this call makes"
-                raise LeaveAlone(made, f"Make the cache before the first call. {LEAVE}.")
-            if append.before is Tokens.NONE:
-                raise LeaveAlone(f"{described(side)} writes at position 0 of a cache that has tokens", REMEDY)
-            sizes = list(shape_of(new) or ())
-            sizes[2] = append.capacity - 1 if append.before is Tokens.FULL else self._length
-            with self._mode, torch.no_grad():
-                value = value_of(append.buffer)
-                past = torch.empty(sizes, dtype=value.dtype, device=value.device)
-            append.buffer.meta = {
-                k: v for k, v in append.buffer.meta.items() if k not in ("tensor_dict", "val")
-            } | {"val": past}
-            with self._graph.inserting_before(side):
-                tokens = call(self._graph, _aten.cat.default, ([append.buffer, new], 2), origin)
-        self._grown[side] = tokens
-        return tokens
+        if not self._has_past:
+            return self._grown.setdefault(_key(side), new)
+        if side.reads_new:
+            raise LeaveAlone(
+                f"{described(attention)} reads the tokens of this call, and none that are in the cache",
+                "Let it read the cache after they are written to it, or write a prompt as one.",
+            )
+        if not side.is_input:
+            made = f"{described(side.tensor)} writes behind position 0 of a cache that this call makes"
+            raise LeaveAlone(made, f"Make the cache before the first call. {LEAVE}.")
+        if side.before is Tokens.NONE:
+            raise LeaveAlone(
+                f"{described(side.tensor)} writes at position 0 of a cache that has tokens", REMEDY
+            )
+        past = self._past_of(side, new)
+        with self._graph.inserting_before(place_behind([new, past])):
+            self._grown[_key(side)] = call(self._graph, _aten.cat.default, ([past, new], 2), attention)
+        return self._grown[_key(side)]
 
-    def _mask(self, mask: Node | None, append: Append, keys: Node, origin: Node) -> Node | None:
+    def _past_of(self, side: Written, new: Node) -> Node:
+        """The input of the tokens before this call's: the buffer; values of a pair have one of their own."""
+        buffer: Any = side.buffer
+        whole = value_of(buffer)
+        past = buffer if side.side == 0 else add_placeholder(self._graph, f"{buffer.name}_values", None)
+        sizes = list(shape_of(new) or ())
+        sizes[2] = side.capacity - 1 if side.before is Tokens.FULL else self._length
+        with self._mode, torch.no_grad():
+            value = torch.empty(sizes, dtype=whole.dtype, device=whole.device)
+        past.meta = {k: v for k, v in buffer.meta.items() if k not in ("tensor_dict", "val")} | {"val": value}
+        self._past[_key(side)] = past
+        return past
+
+    def _mask(self, mask: Node | None, side: Written, keys: Node, origin: Node) -> Node | None:
         """A mask of the tokens that are there. Inserted at the graph's insertion point."""
         if mask is None or is_narrow(mask):
             return mask
         if mask not in self._masks:
             source = None
-            if self._has_past and append.before is Tokens.ANY:
+            if self._has_past and side.before is Tokens.ANY:
                 source = cut_to(mask, shape_of(keys)[2], self._mode, self._attends)  # type: ignore[index]
             if source is not None:
                 self._cut.append(self._place[source])
-            self._masks[mask] = self._sliced(mask, append, keys, origin) if source is None else mask
+            self._masks[mask] = self._sliced(mask, side, keys, origin) if source is None else mask
         return self._masks[mask]
 
     def _attends(self, user: Node) -> bool:
         """Whether a node is an attention over buffers."""
         mine = user.target is SDPA and user.args[1] in self._grown.values()
-        return mine or any(user in reader.core.inner for reader in self._readers)
+        return mine or any(user in core.inner for core in self._cores)
 
-    def _sliced(self, mask: Node, append: Append, keys: Node, origin: Node) -> Node:
-        told = self._size_source(append.q_len)
+    def _sliced(self, mask: Node, side: Written, keys: Node, origin: Node) -> Node:
+        told = self._size_source(side.q_len)
         length: Any = told
         if not isinstance(told, int):
             length, dim = self._inputs[told[0]], told[1]
             if dim is not None:
                 length = call(self._graph, _aten.sym_size.int, (length, dim), origin)
         if self._has_past:  # not the size of all keys: the mask would be computed from them
-            past = call(self._graph, _aten.sym_size.int, (append.buffer, 2), origin)
+            past = call(self._graph, _aten.sym_size.int, (self._past[_key(side)], 2), origin)
             length = call(self._graph, operator.add, (past, length), origin)
         dims = shape_of(mask) or ()
         cut = call(self._graph, _aten.slice.Tensor, (mask, len(dims) - 1, 0, length), origin)
@@ -337,29 +313,17 @@ class _Rewrite:
             cut.meta["val"] = value_of(mask).new_empty((*dims[:-1], shape_of(keys)[2]))  # type: ignore[index]
         return cut
 
-    def _form_of(self, append: Append) -> BufferForm:
-        place = self._place.get(append.buffer)
-        form = TOKENS_FIRST if append.dim == 1 else HEADS_FIRST
-        heads = (shape_of(append.written) or ())[3 - append.dim]
-        return self._forms.get(place, BufferForm(form, heads, place))  # type: ignore[arg-type]
-
-    def _capacity(self, append: Append) -> Size:
-        form = self._form_of(append)
-        return (
-            self._size_source(append.capacity) if form.place is None else (form.place, token_dim(form.form))
-        )
-
-    def _batch_of(self, append: Append) -> Size:
-        batch = (shape_of(self._grown[append.node]) or ())[0]
-        form = self._form_of(append)
-        if form.place is not None and same_sizes((shape_of(append.written) or ())[:1], [batch]):
-            return form.place, dims_of(form.form).index(("batch",))
+    def _batch_of(self, side: Written) -> Size:
+        batch, rows = (shape_of(self._new[_key(side)]) or ())[0], dims_of(side.form).index(("batch",))
+        place = self._place.get(side.buffer)
+        if place is not None and same_sizes([(shape_of(side.tensor) or ())[rows]], [batch]):
+            return place, rows
         return self._size_source(batch)
 
     def _size_source(self, size: Any) -> Size:
         if isinstance(size, int):
             return size
-        buffers = {each.buffer for each in self._appends.values()}
+        buffers = {side.buffer for read in self._reads for side in read.sides}
         for place, node in enumerate(self._inputs):
             if isinstance(value_of(node), torch.SymInt) and same_sizes([value_of(node)], [size]):
                 return place, None
@@ -370,6 +334,14 @@ class _Rewrite:
             "how many tokens or sequences a call has, or a buffer has room for, can't be told from its inputs",
             REMEDY,
         )
+
+
+_Key = tuple[Node, int]
+
+
+def _key(side: Written) -> _Key:
+    """What is the same of all attentions over keys or values."""
+    return side.tensor, side.side
 
 
 def _new_length(mode: Any) -> torch.SymInt:

@@ -20,10 +20,10 @@ def make_module(root: Any, graph: Graph) -> GraphModule:
     return _LazyGraphModule(root, graph)
 
 
-def copy_graph(gm: GraphModule) -> GraphModule:
-    """A copy that may be edited: Dynamo goes on using its own graph."""
+def copy_graph(gm: GraphModule, copied: dict[Node, Node] | None = None) -> GraphModule:
+    """A copy that may be edited: Dynamo goes on using its own graph. `copied` gets the copies of nodes."""
     graph = Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
+    graph.output(graph.graph_copy(gm.graph, {} if copied is None else copied))
     return make_module(gm, graph)
 
 
@@ -95,6 +95,15 @@ def size_of(before: Node, node: Node, dim: int) -> Any:
         for other in others:
             total = call(graph, operator.add, (total, other), before)
         return total
+
+
+def place_behind(nodes: Iterable[Any]) -> Node:
+    """The first node behind nodes, and behind all inputs; what else is given is left out."""
+    wanted = {node for node in nodes if isinstance(node, Node)}
+    last = next(node for node in reversed(next(iter(wanted)).graph.nodes) if node in wanted)
+    while last.next.op == "placeholder":
+        last = last.next
+    return last.next
 
 
 def origin_of(node: Node) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from specache_fx.capture.cache_views import (
     read_sizes,
     sides_in,
 )
-from specache_fx.capture.graph_edit import call, finish
+from specache_fx.capture.graph_edit import call, finish, place_behind
 from specache_fx.capture.graph_slices import ancestors, eliminate_dead_code
 from specache_fx.capture.graph_utils import is_float, newest, placeholders, shape_of
 from specache_fx.capture.id_runs import Operand
@@ -119,10 +119,7 @@ class _Rewrite:
             return each.tensor
         if (each.tensor, each.side) not in self._sides:
             past = None if each.past is None else self._past_of(each, each.past)[each.side]
-            place = each.new.next
-            while place.op == "placeholder":
-                place = place.next
-            with self._graph.inserting_before(place):
+            with self._graph.inserting_before(place_behind([each.new])):
                 args = (each.new, each.new_form, each.num_kv_heads, each.side, each.tensor)
                 side = heads_first_of(self._graph, *args)
                 if past is not None:
@@ -149,8 +146,7 @@ class _Rewrite:
         for cache in dict.fromkeys(cache for cache, _ in self._sides):
             form = self._forms[cache]
             sides = [self._sides[cache, side] for side in range(num_sides(form.form))]
-            order = {node: i for i, node in enumerate(self._graph.nodes)}
-            with self._graph.inserting_before(max(sides, key=order.__getitem__).next):
+            with self._graph.inserting_before(place_behind(sides)):
                 whole = as_in_model(self._graph, sides, form.form, cache)
             made = ancestors([whole])
             for user in [user for user in cache.users if user is not output and user not in made]:

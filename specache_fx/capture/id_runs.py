@@ -30,10 +30,11 @@ _MOVES = {
     "cat", "stack", "transpose", "permute", "reshape", "expand", "repeat", "unsqueeze", "squeeze", "clone", "_to_copy",
     "slice", "select", "split", "split_with_sizes", "getitem", "index_select", "index", "flatten", "unflatten",
 }  # fmt: skip
-_MOVES |= {"index_copy", "index_put", "slice_scatter", "select_scatter", "scatter"}
+_MOVES |= {"index_copy", "index_put", "slice_scatter", "select_scatter", "scatter", "roll"}
 ROOM = 40
 """Rows of a buffer, or tokens, beyond all sizes and numbers that are known."""
 _aten = torch.ops.aten
+MADE = (_aten.zeros.default, _aten.full.default, _aten.new_zeros.default, _aten.zeros_like.default)
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,11 @@ class Operand:
     Attributes:
         node: `[batch, num_heads, tokens, channels]`, or with batch and heads in one dimension.
         reader: The SDPA or the product that reads it.
-        num_heads: Of these; None where they can't be told from the batch, and are those of the cache.
         transposed: Channels come before tokens.
     """
 
     node: Node
     reader: Node
-    num_heads: int | None
     transposed: bool = False
 
 
@@ -85,10 +84,11 @@ class Part:
     def __init__(self, gm: GraphModule, operands: Sequence[Operand], results: Sequence[Node]) -> None:
         self._gm, self._operands = gm, operands
         self._reads = [operand.node for operand in operands]
-        leaves = _leaves_of(self._reads)
-        numbers = {leaf for leaf in leaves if is_float(leaf, MOST_DIMS)}
-        self.related = [result for result in results if not numbers.isdisjoint(_leaves_of([result]))]
-        leaves |= _leaves_of(self.related)
+        leaves = leaves_of(self._reads)
+        # Equal calls are one call: all buffers that a call makes may be the same zeros.
+        numbers = {leaf for leaf in leaves if is_float(leaf, MOST_DIMS) and leaf.target not in MADE}
+        self.related = [result for result in results if not numbers.isdisjoint(leaves_of([result]))]
+        leaves |= leaves_of(self.related)
         inside = ancestors([*self._reads, *self.related], leaves)
         self.nodes = [node for node in gm.graph.nodes if node in inside]
         self._leaves = [node for node in self.nodes if node in leaves]
@@ -102,8 +102,8 @@ class Part:
         """The node of a number; another value as it is."""
         return self.nodes[value.place] if isinstance(value, _Number) else value
 
-    def signature(self) -> Any:
-        """Equal for parts that do the same, symbols of sizes apart."""
+    def signature(self, more: Iterable[Node | None] = ()) -> Any:
+        """Equal for parts that do the same, and whose nodes `more` are in the same places; symbols of sizes apart."""
         names: dict[str, str] = {}
 
         def text(value: Any) -> str:
@@ -124,8 +124,9 @@ class Part:
             args = map_arg((node.args, node.kwargs), self.numbered)
             return str(node.target), text(args), size
 
-        reads = [(self.numbered(each.node), each.num_heads, each.transposed) for each in self._operands]
-        return str([*map(line, self.nodes), reads, *map(self.numbered, self.related)])
+        reads = [(self.numbered(each.node), each.transposed) for each in self._operands]
+        ends = [*map(self._places.get, (*self.related, *more))]  # type: ignore[arg-type]
+        return str([*map(line, self.nodes), reads, ends])
 
     def most(self) -> int:
         """The largest number that says which elements are moved."""
@@ -138,7 +139,7 @@ class Part:
             )
         return max(abs(number) for number in numbers if abs(number) < END)
 
-    def rooms(self, buffers: Collection[Node]) -> list[tuple[Any, int]]:
+    def rooms(self, buffers: Collection[Node | None]) -> list[tuple[Any, int]]:
         """Open sizes of buffers, and how many rows they are to have."""
         sizes = {leaf: shape_of(leaf) or () for leaf in self._leaves if is_float(leaf, MOST_DIMS)}
         others = [size for leaf, shape in sizes.items() if leaf not in buffers for size in shape]
@@ -170,9 +171,14 @@ class Part:
             numbers.assign(size, number)
         floats = [leaf for leaf in self._leaves if is_float(leaf, MOST_DIMS)]
         sized = {symbol for leaf in floats for size in shape_of(leaf) or () for symbol in symbols_of(size)}
+        tokens = (shape_of(self._reads[0]) or ())[-1 if self._operands[0].transposed else -2]
         for leaf in self._leaves:
             value = value_of(leaf)
             if isinstance(value, torch.Tensor):
+                if value.dim() == 1 and sized.isdisjoint(symbols_of(value.shape[0])):
+                    numbers.assign(
+                        value.shape[0], numbers.integer(tokens)
+                    )  # positions: Dynamo has a symbol for each
                 shape = [numbers.integer(size) for size in value.shape]
                 first = total if leaf in floats else start
                 ids = torch.arange(first, first + math.prod(shape), device="cpu").reshape(shape)
@@ -187,7 +193,7 @@ class Part:
         return values
 
 
-def _leaves_of(nodes: Iterable[Node]) -> set[Node]:
+def leaves_of(nodes: Iterable[Node]) -> set[Node]:
     """The tensors that others are moved from, and the sizes that say where."""
     inside, leaves, work = set[Node](), set[Node](), list(nodes)
     while work:

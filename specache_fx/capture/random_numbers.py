@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -111,14 +111,20 @@ class Numbers:
             return
         (symbol,), env = expr.free_symbols, size.node.shape_env
         difference = expr - symbol
-        for value in (wanted, wanted // 2, wanted // 4, wanted // 8) if difference.is_Integer else ():
-            sizes = dict.fromkeys(_equal_to(symbol, env), value - int(difference))
-            within = all(
-                each not in env.var_to_range or sizes[each] in env.var_to_range[each] for each in sizes
-            )
+        if difference.is_Integer:
+            values = (wanted, wanted // 2, wanted // 4, wanted // 8)
+            self._choose(symbol, env, [value - int(difference) for value in values])
+
+    def _choose(self, symbol: Any, env: Any, values: Sequence[int]) -> bool:
+        """Give a symbol, and those that equal it, the first of some values that guards allow."""
+        equal = _equal_to(symbol, env)
+        for value in values:
+            sizes = dict.fromkeys(equal, value)
+            within = all(each not in env.var_to_range or value in env.var_to_range[each] for each in equal)
             if within and not any(guard.expr.xreplace(sizes) == False for guard in env.guards):  # noqa: E712
                 self.sizes |= sizes
-                return
+                return True
+        return False
 
     def integer(self, size: Any) -> int:
         """A size, open ones given a value."""
@@ -126,7 +132,9 @@ class Numbers:
             return int(size)
         for symbol in sorted(symbols_of(size), key=str):
             if symbol not in self.sizes:
-                self.sizes |= dict.fromkeys(_equal_to(symbol, size.node.shape_env), next(self._next_size))
+                env, value = size.node.shape_env, next(self._next_size)
+                if not self._choose(symbol, env, [value, 2]):
+                    self.sizes |= dict.fromkeys(_equal_to(symbol, env), value)
         return int(size.node.expr.xreplace(self.sizes))
 
     def value(self, node: Node, spread: float | None) -> Any:

@@ -155,7 +155,7 @@ def _broadcast(node: Node) -> None:
 def _written_part(node: Node) -> Node | None:
     """The rows of a batch that a slice reads back right after they were written, or a write of all rows.
 
-    Not tokens: a prompt's are read out of the buffer that they were written into (`capture/buffer_writes.py`).
+    Not tokens: a prompt's are read out of the buffer that they were written into (`capture/buffer_reads.py`).
     """
     scatter: Any = node.args[0] if node.target is _aten.slice.Tensor else node
     if scatter.target is not _aten.slice_scatter.default:
