@@ -37,7 +37,7 @@ def verify_form(gm: GraphModule) -> None:
         if schema is not None and schema.returns and value_of(node) is None:
             _fail(node, "it has no fake value")
         if writes_in_place(node) and getattr(node.args[0], "op", None) != "placeholder":
-            _fail(node, "it writes to what is no input")
+            _fail(node, "it writes to something else than an input")
 
 
 @Pass

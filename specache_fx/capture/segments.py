@@ -1,4 +1,4 @@
-"""Dynamo's graph cut behind each attention: of segments that are alike, one is traced.
+"""Dynamo's graph cut behind each attention: of equal segments one is traced.
 
     segment 0: embedding, ..., attention 0 | segment 1: products, feed-forward, ..., attention 1 | ... | head
 

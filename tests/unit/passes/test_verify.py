@@ -168,7 +168,10 @@ def test_each_pass_is_verified(gm: GraphModule, program: Program) -> None:
             call(gm.graph, torch.ops.aten.add_.Tensor, (topk, 1), topk)
         return gm
 
-    for breaks, message in ((forget, "it has no fake value"), (write, "it writes to what is no input")):
+    for breaks, message in (
+        (forget, "it has no fake value"),
+        (write, "it writes to something else than an input"),
+    ):
         with pytest.raises(PassInvariantError, match=message):
             run_passes(copy_graph(gm), program, [Pass(breaks)])
 
