@@ -1,7 +1,7 @@
 """`duplicate_query`: the decode graph for two tokens at once, the output token and the speculative one.
 
-    out = specache.attention(q, k, v, scale)               # q [batch, num_heads, 1, key_dim]
-        -> out = specache.attention_lanes(q, k, v, scale)  # q [lanes, batch, num_heads, 1, key_dim]
+    out = specache.attention(q, k, v, scale)         # q [batch, num_heads, 1, key_dim]
+        -> out = specache.attention(q, k, v, scale)  # q [lanes, batch, num_heads, 1, key_dim]
 
 The graph is traced again under `torch.vmap` over lanes. Token ids and prelude tensors carry a leading lane dimension.
 Everything else is shared, so each weight is read once for both. `batching_rules` has the operators that vmap doesn't
@@ -40,7 +40,7 @@ from specache_fx.capture.simplify import simplify
 from specache_fx.passes.batching_rules import register_batching_rules
 
 _EXPAND = torch.ops.aten.expand.default
-_MARKERS = (torch.ops.specache.attention.default, torch.ops.specache.attention_lanes.default)
+_MARKER = torch.ops.specache.attention.default
 
 
 def lane_inputs(gm: GraphModule, program: Program) -> list[bool]:
@@ -72,7 +72,7 @@ def duplicate_query(gm: GraphModule, program: Program, inputs: Sequence[Any], la
     if lanes > 1:
         register_batching_rules()
     try:
-        segments = cut(gm.graph, lambda node: node.target in _MARKERS)
+        segments = cut(gm.graph, lambda node: node.target is _MARKER)
     except CannotCut:
         segments = [Segment.of(node for node in gm.graph.nodes if node.op not in ("placeholder", "output"))]
     joined, known = Joined(gm), dict[str, tuple[Segment, GraphModule, list[bool]]]()

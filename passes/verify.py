@@ -54,7 +54,7 @@ def verify(gm: GraphModule, program: Program) -> None:
     readers: Counter[Any] = Counter()
     pairs: dict[Any, Any] = {}  # layer -> keys and values of all lanes
     for node in gm.graph.nodes:
-        if node.target in (ops.attention.default, ops.attention_lanes.default):
+        if node.target is ops.attention.default:
             _fail(node, "a marker was left behind")
         elif node.target is ops.wait_prefetch.default:
             pending[node.args[1]] = False

@@ -90,7 +90,7 @@ def _specialize_floats(gm: GraphModule) -> None:
         if node.target != "item" or not isinstance(symbol, torch.SymFloat) or not all(map(_is_own, read)):
             continue
         if (number := float_of(symbol)) is not None:
-            node.replace_all_uses_with(number)  # type: ignore[arg-type]
+            node.replace_all_uses_with(number)
             gm.graph.erase_node(node)
 
 

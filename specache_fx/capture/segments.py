@@ -139,7 +139,6 @@ class Joined:
                 results: Any = map_arg(node.args[0], lambda old: copied[old])
             else:
                 new = copied[node] = self.graph.node_copy(node, lambda old: copied[old])
-                new.meta = dict(node.meta)
                 if moved:
                     new.meta["val"] = values.of(value_of(node))
                 if (name := mine.get(names.get(node, ""))) is not None:

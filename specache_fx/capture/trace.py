@@ -179,7 +179,7 @@ def inline(graph: Graph, function: Callable[..., Any], operands: Sequence[Any], 
     for old, new in copied.items():
         if old.op == "call_function":
             new.meta = {"val": value_of(old)} | origin_of(origin)
-    return result  # type: ignore[no-any-return]
+    return result
 
 
 class _Named(Interpreter):

@@ -114,7 +114,7 @@ def test_verify_refuses_an_append_before_its_attention(gm: GraphModule, program:
 def test_verify_refuses_a_marker_that_was_left_behind(gm: GraphModule, program: Program) -> None:
     attention = first(gm, OPS.quantized_attention.default)
     with gm.graph.inserting_before(attention):
-        gm.graph.call_function(OPS.attention_lanes.default, (*attention.args[:3], 0.5))
+        gm.graph.call_function(OPS.attention.default, (*attention.args[:3], 0.5))
     with pytest.raises(PassInvariantError, match="a marker was left behind"):
         verify(gm, program)
 
