@@ -1,7 +1,7 @@
 """`duplicate_query`: the decode graph for two tokens at once, the output token and the speculative one.
 
-    out = specache.attention(q, k, v, scale)               # q [batch, num_heads, 1, key_dim]
-        -> out = specache.attention_lanes(q, k, v, scale)  # q [lanes, batch, num_heads, 1, key_dim]
+    out = specache.attention(q, k, v, scale)         # q [batch, num_heads, 1, key_dim]
+        -> out = specache.attention(q, k, v, scale)  # q [lanes, batch, num_heads, 1, key_dim]
 
 The graph is traced again under `torch.vmap` over lanes. Token ids and prelude tensors carry a leading lane dimension.
 Everything else is shared, so each weight is read once for both. `batching_rules` has the operators that vmap doesn't
@@ -26,10 +26,9 @@ from torch import Tensor
 from torch._C._functorch import _add_batch_dim, _remove_batch_dim, is_batchedtensor
 from torch._functorch.vmap import lazy_load_decompositions, vmap_increment_nesting
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import GraphModule, Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.fx.node import map_arg
 from torch.fx.traceback import preserve_node_meta
 
 from specache_fx.capture.graph_edit import call, copy_graph
@@ -41,7 +40,7 @@ from specache_fx.capture.simplify import simplify
 from specache_fx.passes.batching_rules import register_batching_rules
 
 _EXPAND = torch.ops.aten.expand.default
-_MARKERS = (torch.ops.specache.attention.default, torch.ops.specache.attention_lanes.default)
+_MARKER = torch.ops.specache.attention.default
 
 
 def lane_inputs(gm: GraphModule, program: Program) -> list[bool]:
@@ -73,7 +72,7 @@ def duplicate_query(gm: GraphModule, program: Program, inputs: Sequence[Any], la
     if lanes > 1:
         register_batching_rules()
     try:
-        segments = cut(gm.graph, lambda node: node.target in _MARKERS)
+        segments = cut(gm.graph, lambda node: node.target is _MARKER)
     except CannotCut:
         segments = [Segment.of(node for node in gm.graph.nodes if node.op not in ("placeholder", "output"))]
     joined, known = Joined(gm), dict[str, tuple[Segment, GraphModule, list[bool]]]()
@@ -104,22 +103,15 @@ def _prepare(gm: GraphModule, inputs: Sequence[Any]) -> None:
     mode = FakeTensorMode(
         allow_fallback_kernels=True, allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True
     )
-    numbers = dict[Node, Any]()
     for node, value in zip(placeholders(gm.graph), inputs, strict=True):
         if isinstance(value, Tensor):
             node.meta["val"] = mode.from_tensor(value)
         else:
-            numbers[node] = value
-    for node in gm.graph.nodes:
-        args, kwargs = (
-            map_arg(side, lambda each: numbers.get(each, each)) for side in (node.args, node.kwargs)
-        )
-        node.args, node.kwargs = args, kwargs
-        if node.target is SDPA:  # of an attention that is left alone
-            more = dict(zip(("scale", "enable_gqa"), node.args[6:], strict=True))
-            node.target, node.args, node.kwargs = F.scaled_dot_product_attention, node.args[:6], more
-    for node in numbers:
-        gm.graph.erase_node(node)
+            node.replace_all_uses_with(value)
+            gm.graph.erase_node(node)
+    for node in gm.graph.find_nodes(op="call_function", target=SDPA):  # of an attention that is left alone
+        more = dict(zip(("scale", "enable_gqa"), node.args[6:], strict=True))
+        node.target, node.args, node.kwargs = F.scaled_dot_product_attention, node.args[:6], more
 
 
 def _spread(traced: GraphModule, batched: Sequence[bool], lanes: int) -> None:

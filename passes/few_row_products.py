@@ -42,12 +42,11 @@ def few_row_products(gm: GraphModule, program: Program) -> None:
     """Make one call of all products of the same few rows."""
     groups: dict[tuple[object, ...], list[Node]] = defaultdict(list)
     for node in gm.graph.nodes:
-        if node.target not in (aten.mm.default, aten.addmm.default) or not _fits(node):
-            continue
-        rows, weight, _ = _operands(node)
-        same = (_viewed(rows), value_of(weight).dtype, *map(str, value_of(rows).shape))
-        # A weight that is computed is not there yet where another product of these rows is.
-        groups[same if weight.op == "placeholder" else (*same, node)].append(node)
+        if node.target in (aten.mm.default, aten.addmm.default) and _fits(node):
+            rows, weight = node.args[-2], _weight(node)
+            same = (_viewed(rows), value_of(weight).dtype, *map(str, value_of(rows).shape))
+            # A weight that is computed is not there yet where another product of the same rows is.
+            groups[same if weight.op == "placeholder" else (*same, node)].append(node)
     if groups:
         graph_ops.load()
     for products in groups.values():
@@ -59,54 +58,47 @@ def _replace(gm: GraphModule, products: list[Node]) -> None:
     graph, first = gm.graph, products[0]
     # Operands are read when they are needed: one that was a product may be another call's result by then.
     with graph.inserting_before(first):
-        arguments = (_operands(first)[0], *(_operands(node)[1] for node in products))
         overload = getattr(torch.ops.specache.products, f"of{len(products)}")
-        outs = [call(graph, overload, arguments, first, "products")]
+        outs = [call(graph, overload, (first.args[-2], *map(_weight, products)), first, "products")]
         if len(products) > 1:
             outs = [
                 call(graph, operator.getitem, (outs[0], i), node, "product")
                 for i, node in enumerate(products)
             ]
     for node, out in zip(products, outs, strict=True):
-        bias = _operands(node)[2]
         with graph.inserting_before(node):
-            whole = out if bias is None else call(graph, aten.add.Tensor, (out, bias), node, "biased")
+            is_biased = node.target is aten.addmm.default
+            whole = call(graph, aten.add.Tensor, (out, node.args[0]), node, "biased") if is_biased else out
         node.replace_all_uses_with(whole)
         graph.erase_node(node)
 
 
-def _operands(node: Node) -> tuple[Any, Any, Any]:
-    """Rows, weight and bias (or None) of a product; the weight is no node where it is no transposed one."""
-    given: Any = node.args
-    *biases, rows, matrix = given
-    if isinstance(matrix, Node) and matrix.target is aten._to_copy.default:
-        source: Any = matrix.args[0]
-        matrix = (
-            source if value_of(source).dtype is torch.int8 else matrix
-        )  # bfloat16 holds each number of int8
-    weight = matrix.args[0] if isinstance(matrix, Node) and matrix.target is aten.t.default else None
-    return rows, weight, biases[0] if biases else None
+def _weight(product: Node) -> Any:
+    """The weight that a product's last operand is the transpose of, in its dtype or int8; None of another operand."""
+    matrix: Any = product.args[-1]
+    if matrix.target is aten._to_copy.default and value_of(matrix.args[0]).dtype is torch.int8:
+        matrix = matrix.args[0]  # bfloat16 holds each number of int8
+    return matrix.args[0] if matrix.target is aten.t.default else None
 
 
-def _viewed(node: Any) -> Node:
+def _viewed(node: Any) -> Any:
     """The tensor below a chain of views that keep the elements' order."""
     while node.target is aten.reshape.default:
         node = node.args[0]
-    return node  # type: ignore[no-any-return]
+    return node
 
 
-def _fits(node: Node) -> bool:
+def _fits(product: Node) -> bool:
     """Whether the operator computes a product."""
-    rows, weight, bias = _operands(node)
-    if node.kwargs or not isinstance(rows, Node) or not isinstance(weight, Node):
+    x, w = value_of(product.args[-2]), value_of(_weight(product))
+    if product.kwargs or w is None or not w.is_contiguous() or w.shape[1] == 0:
         return False
-    x, w = value_of(rows), value_of(weight)
     if x.device.type != "cpu" or x.dtype not in DTYPES or w.dtype not in (x.dtype, torch.int8):
         return False
-    if not w.is_contiguous():
-        return False
-    # Of more rows the operator would convert weights in int8 no faster than the graph does.
-    unknown = isinstance(x.shape[0], torch.SymInt)
-    few = w.dtype == x.dtype if unknown else 0 < x.shape[0] <= MAX_ROWS
-    # With a bias, bfloat16 would be rounded twice.
-    return bool(few) and w.shape[1] > 0 and not (bias is not None and x.dtype is torch.bfloat16)
+    if product.target is aten.addmm.default and x.dtype is torch.bfloat16:
+        return False  # it would be rounded twice
+    if isinstance(
+        x.shape[0], torch.SymInt
+    ):  # of many rows it would convert weights in int8 no faster than the graph
+        return bool(w.dtype == x.dtype)
+    return bool(0 < x.shape[0] <= MAX_ROWS)

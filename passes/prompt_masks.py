@@ -44,11 +44,11 @@ def prompt_masks(gm: GraphModule, program: Program) -> None:
             continue
         with gm.graph.inserting_before(site.core.node):
             if number not in tested:
-                told = call(
+                test = call(
                     gm.graph, check_mask_rule, (site.core.mask, site.keys.window), site.core.node, "mask_test"
                 )
                 # The verdict, and the real keys.
-                tested[number] = [call(gm.graph, operator.getitem, (told, i), site.core.node) for i in (0, 1)]
+                tested[number] = [call(gm.graph, operator.getitem, (test, i), site.core.node) for i in (0, 1)]
             query, *sides = site.core.node.args[:3]
             shared = (without_repeat(side)[0] for side in sides)  # type: ignore[arg-type]
             args = (query, *shared, *tested[number], state_node, number, site.core.scale, site.keys.window)

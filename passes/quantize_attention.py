@@ -1,11 +1,11 @@
 """`quantize_attention`: attention markers become attention over the quantised cache, and an append.
 
-    out = specache.attention_lanes(q, k, v, scale)
+    out = specache.attention(q, k, v, scale)
         -> out, scores = specache.quantized_attention(q, k, v, None, state, layer, scale)
            specache.append(k[0], v[0], state, layer)
 
 Only the output token's pair (lane 0) is appended; see `NextAnswer` for the speculative one's. A marker without lanes
-(`specache.attention`) gets a lane dimension of 1. Where several attentions share a layer, the last one appends.
+gets a lane dimension of 1. Where several attentions share a layer, the last one appends.
 A layer that is exact (`Program.exact_layers`) gets the same ops; what the passes after this one insert, it does
 without.
 `None` is the place of the pairs that `insert_waits` will bring.
@@ -26,14 +26,12 @@ from specache_fx.passes.base import Pass
 from specache_fx.passes.bind_cache import STATE
 from specache_fx.runtime.step_table import empty_state
 
-_MARKERS = ("specache::attention", "specache::attention_lanes")
-
 
 @Pass
 def quantize_attention(gm: GraphModule, program: Program) -> None:
     """Replace the markers; adds the `state` input where there is one."""
     graph, ops, aten = gm.graph, torch.ops.specache, torch.ops.aten
-    markers = [node for node in graph.nodes if getattr(node.target, "name", lambda: "")() in _MARKERS]
+    markers = graph.find_nodes(op="call_function", target=ops.attention.default)
     if not markers:
         return
     last = {site.layer: site for site in program.sites}

@@ -46,19 +46,15 @@ def select_topk(gm: GraphModule, program: Program) -> None:
             node.target is torch.ops.specache.topk.default and node.args[2] == layer for node in graph.nodes
         ):
             continue
-        source = attention
-        if program.config.lookahead == "none":
-            with graph.inserting_before(attention):
-                source = call(graph, attention.target, attention.args, attention, "probe")
-            source.meta[PROBE] = True
-        shape = value_of(key).shape
+        append = torch.ops.specache.append.default
+        appends = next(node for node in graph.nodes if node.target is append and node.args[3] == layer)
+        is_for_this = program.config.lookahead == "none"
         # After the append, so that a group that this step quantises can be chosen for the next.
-        after = source
-        if source is attention:
-            append = torch.ops.specache.append.default
-            after = next(node for node in graph.nodes if node.target is append and node.args[3] == layer)
-        with graph.inserting_after(source):
+        with graph.inserting_before(attention if is_for_this else appends.next):
+            source = attention
+            if is_for_this:
+                source = call(graph, attention.target, attention.args, attention, "probe")
+                source.meta[PROBE] = True
             scores = call(graph, operator.getitem, (source, 1), attention, "scores")
-        with graph.inserting_after(scores if after is source else after):
-            args = (scores, session, layer, shape[1], shape[2], program.config.top_k)
+            args = (scores, session, layer, *value_of(key).shape[1:3], program.config.top_k)
             call(graph, torch.ops.specache.topk.default, args, attention, "indices")

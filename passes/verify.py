@@ -37,7 +37,7 @@ def verify_form(gm: GraphModule) -> None:
         if schema is not None and schema.returns and value_of(node) is None:
             _fail(node, "it has no fake value")
         if writes_in_place(node) and getattr(node.args[0], "op", None) != "placeholder":
-            _fail(node, "it writes to what is no input")
+            _fail(node, "it writes to something else than an input")
 
 
 @Pass
@@ -54,7 +54,7 @@ def verify(gm: GraphModule, program: Program) -> None:
     readers: Counter[Any] = Counter()
     pairs: dict[Any, Any] = {}  # layer -> keys and values of all lanes
     for node in gm.graph.nodes:
-        if node.target in (ops.attention.default, ops.attention_lanes.default):
+        if node.target is ops.attention.default:
             _fail(node, "a marker was left behind")
         elif node.target is ops.wait_prefetch.default:
             pending[node.args[1]] = False

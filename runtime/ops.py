@@ -14,8 +14,8 @@ int64 `[1]` tensors that carry the data edge and nothing else. So no decode grap
 `products` touches no session: a few rows times weights, an overload for each number of these. On the CPU it and
 `layer_step` are C++, once `runtime/native/graph_ops.py` has loaded that; `layer_step` is nothing else.
 
-`attention` and `attention_lanes` are markers: passes put the first where an attention was, `torch.vmap` turns it
-into the second, and a later pass replaces either. Neither runs.
+`attention` is a marker: a pass puts it where an attention was, `torch.vmap` gives it a dimension of lanes, and a later
+pass replaces it. It never runs.
 """
 
 from __future__ import annotations
@@ -264,10 +264,7 @@ _define(
     _prompt_attention,
     _prompt_attention_fake,
 )
-for _name in ("attention", "attention_lanes"):
-    _define(
-        f"{_name}({_SIDES}, float scale, {_FORM}, int? value_dim=None) -> Tensor", _marker, _attention_fake
-    )
+_define(f"attention({_SIDES}, float scale, {_FORM}, int? value_dim=None) -> Tensor", _marker, _attention_fake)
 _define("wait_prefetch(Tensor(a!) state, int layer) -> Tensor", _wait_prefetch, _ticket)
 _define(
     f"quantized_attention({_SIDES}, Tensor? staged, Tensor(a!) state, int layer, float scale, {_FORM},"
@@ -311,7 +308,7 @@ def _lanes(
     for side, dim in zip((query, key, value), in_dims[:3], strict=True):
         lanes = side.unsqueeze(0).expand(info.batch_size, *side.shape) if dim is None else side
         sides.append(lanes.movedim(dim, 0) if dim else lanes)
-    return torch.ops.specache.attention_lanes(*sides, scale, *form), 0
+    return torch.ops.specache.attention(*sides, scale, *form), 0
 
 
 torch.library.register_vmap("specache::attention", _lanes, lib=_library)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from torch._dynamo.source import TensorPropertySource
 from torch.autograd import grad_mode
 from torch.fx import GraphModule, Node
-from torch.fx.node import Argument, map_arg
 
 from specache_fx.capture.graph_edit import copy_graph
 from specache_fx.capture.graph_slices import ancestors, float_of
@@ -39,16 +38,14 @@ _DROPOUTS = {
 
 def needs_gradients(gm: GraphModule) -> bool:
     """Whether gradients flow through a graph of Dynamo's: it computes or writes a tensor that asks for them."""
-    computed = (node for node in gm.graph.output_node().all_input_nodes if node.op != "placeholder")
-    written = (value for value in _that_ask(placeholders(gm.graph)) if not value.is_leaf)
-    return bool(_that_ask(computed)) or (torch.is_grad_enabled() and any(True for _ in written))
+    given = [value for value in map(value_of, placeholders(gm.graph)) if _asks(value)]
+    results = (node for node in gm.graph.output_node().all_input_nodes if node.op != "placeholder")
+    written = torch.is_grad_enabled() and any(not value.is_leaf for value in given)
+    return written or any(map(_asks, map(value_of, results)))
 
 
-def _that_ask(nodes: Iterable[Node]) -> list[torch.Tensor]:
-    """The values that ask for gradients."""
-    return [
-        value for value in map(value_of, nodes) if isinstance(value, torch.Tensor) and value.requires_grad
-    ]
+def _asks(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def prepared(gm: GraphModule) -> GraphModule:
@@ -92,15 +89,9 @@ def _specialize_floats(gm: GraphModule) -> None:
         symbol, read = value_of(node), node.all_input_nodes
         if node.target != "item" or not isinstance(symbol, torch.SymFloat) or not all(map(_is_own, read)):
             continue
-        if (number := float_of(symbol)) is None:
-            continue
-
-        def known(arg: Node, symbol: Node = node, number: float = number) -> Argument:
-            return number if arg is symbol else arg
-
-        for user in list(node.users):
-            user.args, user.kwargs = map_arg(user.args, known), map_arg(user.kwargs, known)
-        gm.graph.erase_node(node)
+        if (number := float_of(symbol)) is not None:
+            node.replace_all_uses_with(number)
+            gm.graph.erase_node(node)
 
 
 def _specialize_windows(gm: GraphModule) -> None:

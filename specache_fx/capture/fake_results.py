@@ -1,4 +1,4 @@
-"""What functions of torch give on fake tensors, computed once for arguments that are alike.
+"""What functions of torch give on fake tensors, computed once for arguments of the same form.
 
 A function of fake tensors with symbolic sizes takes a millisecond, most of it for the arithmetic of sizes and strides.
 A model's layers call the same ones on tensors of the same form. A copy of an earlier result takes a hundredth.
@@ -36,7 +36,7 @@ class FakeResults:
 
         Args:
             function: The function.
-            args: Its arguments: fake tensors, symbols, constants, and containers of these.
+            args: Its arguments: fake tensors, symbols, constants, and containers.
             kwargs: Those by name.
             mode: What else the result depends on, such as an autocast.
         """

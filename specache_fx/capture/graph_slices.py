@@ -9,14 +9,14 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
-from specache_fx.capture.graph_edit import make_module
-from specache_fx.capture.graph_utils import placeholders, shape_of, value_of
+from specache_fx.capture.graph_utils import placeholders, value_of
+from specache_fx.capture.pieces import Piece
 
 _CONSTANT_NODES = 50  # a factor is computed in fewer
 
 
 def ancestors(nodes: Iterable[Node], stop: Iterable[Node] = ()) -> set[Node]:
-    """The nodes and everything that they are computed from; of what is in `stop`, not what lies behind."""
+    """The nodes and everything that they are computed from; nothing behind the nodes in `stop`."""
     ends, seen = set(stop), set[Node]()
     work = list(nodes)
     while work:
@@ -35,17 +35,9 @@ def extract(
 
     It also makes the calls `effects`, which have no result.
     """
-    graph = Graph()
-    copied: dict[Node, Node] = {}
-    for node in inputs:
-        copied[node] = graph.placeholder(node.name)
-        copied[node].meta = dict(node.meta)
-    needed = ancestors([*results, *effects], inputs)
-    for node in gm.graph.nodes:
-        if node in needed and node not in copied:
-            copied[node] = graph.node_copy(node, lambda old: copied[old])
-    graph.output(tuple(copied[node] for node in results))
-    return make_module(gm, graph)
+    needed = ancestors([*results, *effects], inputs).difference(inputs)
+    nodes = tuple(node for node in gm.graph.nodes if node in needed)
+    return Piece(nodes, tuple(inputs), tuple(results)).graph(gm)
 
 
 def cut_out(gm: GraphModule, results: list[Node]) -> tuple[GraphModule, tuple[int, ...]]:
@@ -70,18 +62,16 @@ def constant_of(gm: GraphModule, value: Any) -> float | None:
 
     So does a float that Dynamo has made a symbol, see `float_of`.
     """
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    if isinstance(value, Node) and isinstance(value_of(value), torch.SymFloat):
-        return float_of(value_of(value))
-    if not isinstance(value, Node) or not isinstance(value_of(value), torch.Tensor):
+    fake = value_of(value)
+    if isinstance(fake, torch.SymFloat):
+        return float_of(fake)
+    if not isinstance(value, Node):
+        return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    # A size that is a symbol is none: to compare it would add a guard.
+    if not isinstance(fake, torch.Tensor) or any(type(size) is not int or size != 1 for size in fake.shape):
         return None
     needed = ancestors([value])
-    if any(node.op == "placeholder" for node in needed):
-        return None
-    if any(not isinstance(size, int) for size in shape_of(value) or ()):
-        return None
-    if value_of(value).numel() != 1 or len(needed) > _CONSTANT_NODES:
+    if len(needed) > _CONSTANT_NODES or any(node.op == "placeholder" for node in needed):
         return None
     with torch.no_grad():
         return float(extract(gm, [value], [])()[0])

@@ -31,7 +31,7 @@ def value_of(node: Any) -> Any:
 
 
 def shape_of(node: Any) -> tuple[Any, ...] | None:
-    """Shape of a tensor node; None for what is no tensor."""
+    """Shape of a tensor node; None for another node."""
     value = value_of(node)
     return tuple(value.shape) if isinstance(value, torch.Tensor) else None
 
@@ -50,7 +50,7 @@ def same_sizes(one: Any, other: Any) -> bool:
 
 
 def unexpanded(mask: Any) -> Any:
-    """The mask that another one was expanded from, over heads or batch: both broadcast alike."""
+    """The mask that another one was expanded from, over heads or batch: it broadcasts to the same."""
     while isinstance(mask, Node) and mask.target is _aten.expand.default:
         source: Any = mask.args[0]
         if not same_sizes((shape_of(source) or ())[-2:], (shape_of(mask) or ())[-2:]):
@@ -127,15 +127,10 @@ def target_name(node: Node) -> str:
     return str(node.target) if node.op == "call_method" else node.op
 
 
-_UNTAGGED = {
-    _aten._to_copy.default, _aten.alias.default, _aten.floor_divide.default, _aten.where.Scalar,
-    _aten.where.ScalarOther, _aten.where.ScalarSelf, torch.where,
-}  # fmt: skip
-
-
 def is_pointwise(node: Node) -> bool:
     """Whether each element of a result is computed from one of each operand, as these broadcast."""
-    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in _UNTAGGED
+    untagged = (_aten._to_copy.default, _aten.floor_divide.default)
+    return node.target in untagged or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def order_of(node: Any) -> list[int] | None:
@@ -226,7 +221,7 @@ def placeholders(graph: Graph) -> list[Node]:
 
 
 def concatenated(node: Any) -> tuple[list[Node], int] | None:
-    """The parts of a `cat`, and its dimension counted from the front; None for what is none."""
+    """The parts of a `cat`, and its dimension counted from the front; None for another node."""
     if not isinstance(node, Node) or node.target is not _aten.cat.default:
         return None
     parts: Any = node.args[0]

@@ -28,7 +28,7 @@ class Piece:
 
     @classmethod
     def of(cls, nodes: Iterable[Node]) -> Self:
-        """The piece of these nodes, given in their order."""
+        """The piece of some nodes, given in their order."""
         kept = tuple(nodes)
         own = set(kept)
         read = dict.fromkeys(source for node in kept for source in node.all_input_nodes if source not in own)

@@ -16,7 +16,7 @@ from torch.fx import Node
 from specache_fx.capture.graph_slices import constant_of, float_of
 from specache_fx.capture.graph_utils import shape_of, symbols_of, value_of
 
-# Sizes that are open get these, one after another: no two alike, none a power of 2.
+# Sizes that are open get these, one after another: no two the same, none a power of 2.
 PLAIN_SEEDS = 2  # the first ones, which hide nothing
 _SIZES = (5, 3, 7, 6, 9, 10, 11, 12, 13, 14, 15)
 
@@ -99,7 +99,7 @@ class Numbers:
         self._next_size = itertools.cycle((*_SIZES[seed % 3 :], *_SIZES[: seed % 3]))
         self.generator = torch.Generator("cpu").manual_seed(seed)
         # Conditions show keys or hide them, and numbers that hide are added or subtracted: seeds try each. In the first
-        # ones conditions are all alike, and no number hides.
+        # ones conditions are all the same, and no number hides.
         self._chance = 0.0 if seed < PLAIN_SEEDS else 1 / 3
         self._is_true = seed // 2 % 2 == 0
         self._hides = -1 if seed // 4 % 2 == 0 else 1

@@ -5,7 +5,7 @@
     F.scaled_dot_product_attention(q, k, v)  ->  specache.scaled_dot_product_attention(q, k, v, None, 0.0, ...)
 
 Each function of torch calls a mode first, with whatever Python code has computed by then: sizes of tensors are symbols,
-and what is made of symbols is computed in the graph anew. Python's own branches leave guards on symbols.
+and the graph computes what is made of symbols anew. Python's own branches leave guards on symbols.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Recorder(TorchFunctionMode):
                     self._note(self._graph.call_function(operator.getitem, (node, i)), each)
 
     def _check(self, args: Iterable[Any]) -> None:
-        """Refuse tensors of which the graph knows nothing: what is read of them would be a constant."""
+        """Refuse tensors of which the graph knows nothing: reads of them would be constants."""
         for each in args:
             if isinstance(each, torch.Tensor) and id(each) not in self._tensors:
                 raise NotDirect("it reads a tensor that is no parameter, buffer or argument")

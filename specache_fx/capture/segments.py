@@ -1,4 +1,4 @@
-"""Dynamo's graph cut behind each attention: of segments that are alike, one is traced.
+"""Dynamo's graph cut behind each attention: of equal segments one is traced.
 
     segment 0: embedding, ..., attention 0 | segment 1: products, feed-forward, ..., attention 1 | ... | head
 
@@ -139,7 +139,6 @@ class Joined:
                 results: Any = map_arg(node.args[0], lambda old: copied[old])
             else:
                 new = copied[node] = self.graph.node_copy(node, lambda old: copied[old])
-                new.meta = dict(node.meta)
                 if moved:
                     new.meta["val"] = values.of(value_of(node))
                 if (name := mine.get(names.get(node, ""))) is not None:

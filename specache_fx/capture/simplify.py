@@ -125,7 +125,8 @@ def _as_full(node: Node) -> None:
 
 def _as_where(node: Node) -> None:
     """Make `where(mask, number, x)` of `index_put(x, [mask], number)`, which vmap has no rule for."""
-    written, (mask, *more), number, *accumulate = node.args
+    args: Any = node.args
+    written, (mask, *more), number, *accumulate = args
     is_mask = isinstance(mask, Node) and value_of(mask).dtype is torch.bool
     if not is_mask or more or accumulate or shape_of(number) != ():
         return

@@ -1,6 +1,6 @@
 """Tensor subclasses (torchao's quantised weights) as the plain tensors that they wrap.
 
-`make_fx` takes a subclass among its inputs for a constant of the trace. So graphs get what is inside, and while a graph
+`make_fx` takes a subclass among its inputs for a constant of the trace. So graphs get the tensors inside. While a graph
 is traced each subclass is put together again where it begins.
 """
 

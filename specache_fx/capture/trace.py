@@ -1,4 +1,4 @@
-"""The door: Dynamo's graph as functional ATen, the one spelling that all passes read.
+"""Functionalisation: Dynamo's graph as functional ATen, the one spelling that all passes read.
 
     keys = torch.cat([past, k], dim=-2)             ->  keys = aten.cat([past, k], -2)
     s = q @ keys.mT; s += mask; s.softmax(-1)           reshape, transpose, bmm, reshape, add, _softmax
@@ -102,14 +102,14 @@ def trace(gm: GraphModule) -> GraphModule:
 
 
 def _by_segments(gm: GraphModule) -> GraphModule:
-    """Trace segments, those that are alike once.
+    """Trace segments, equal ones once.
 
     Raises:
         CannotCut: If they are to be traced together.
     """
     segments = cut(gm.graph, lambda node: node.target is SDPA or target_name(node) == "softmax")
     given = [value_of(node) for node in placeholders(gm.graph)]
-    # A subclass has more than its shape to be alike in.
+    # A subclass has more than its signature.
     if list(map(id, flatten(given))) != list(map(id, given)):
         raise CannotCut
     forms = [segment.fingerprint(segment.input_signatures()) for segment in segments]
@@ -175,12 +175,11 @@ def inline(graph: Graph, function: Callable[..., Any], operands: Sequence[Any], 
     simplify(traced.graph)
     eliminate_dead_code(traced.graph)
     copied = dict(zip(placeholders(traced.graph), nodes, strict=True))
-    for node in traced.graph.nodes:
-        if node.op == "call_function":
-            copied[node] = graph.node_copy(node, copied.__getitem__)
-            copied[node].meta = {"val": value_of(node)} | origin_of(origin)
-    (result,) = traced.graph.output_node().all_input_nodes
-    return copied[result]
+    result: Any = graph.graph_copy(traced.graph, copied)
+    for old, new in copied.items():
+        if old.op == "call_function":
+            new.meta = {"val": value_of(old)} | origin_of(origin)
+    return result
 
 
 class _Named(Interpreter):

@@ -1,4 +1,4 @@
-"""The door: a functional graph computes what Dynamo's graph does, and writes to inputs what that writes."""
+"""`trace`: a functional graph computes what Dynamo's graph does, and writes to inputs what that writes."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from specache_fx.capture.trace import TraceError, trace
 @pytest.fixture(scope="module", autouse=True)
 def operators() -> Iterator[None]:
     """One that is there for its effect, and one that writes to its input."""
-    library = torch.library.Library("door", "DEF")
+    library = torch.library.Library("traced", "DEF")
     library.define("note(Tensor x) -> ()")
     library.impl("note", lambda x: NOTES.append(1), "CompositeExplicitAutograd")
-    torch.library.register_fake("door::note", lambda x: None, lib=library)
+    torch.library.register_fake("traced::note", lambda x: None, lib=library)
     library.define("bump(Tensor(a!) x) -> ()")
     library.impl("bump", lambda x: (x.add_(1), None)[1], "CompositeExplicitAutograd")
-    torch.library.register_fake("door::bump", lambda x: None, lib=library)
+    torch.library.register_fake("traced::bump", lambda x: None, lib=library)
     yield
     library._destroy()
 
@@ -140,13 +140,13 @@ class Features:
         return y, s.lin(x)
 
     def effects(s: Any, x: Tensor) -> Any:
-        torch.ops.door.note(x)
+        torch.ops.traced.note(x)
         return s.lin(x)
 
     def operators_that_write(s: Any, x: Tensor) -> Any:
         y = x.clone()
-        torch.ops.door.bump(y)
-        torch.ops.door.bump(s.state)
+        torch.ops.traced.bump(y)
+        torch.ops.traced.bump(s.state)
         return s.lin(y) + s.state
 
 

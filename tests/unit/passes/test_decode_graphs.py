@@ -32,7 +32,7 @@ FETCH = "prefetch = prefetch(indices, specache_state, 0)"
 WAIT = "staged = wait_prefetch(specache_state, 0)"
 STAGED = [line.replace("None", "staged") for line in ATTEND]
 GOLDEN = {  # of the passes that change our own operators
-    "duplicate_query": ["attention_lanes = attention_lanes(q, k, v, 0.5)"],
+    "duplicate_query": ["attention = attention(q, k, v, 0.5)"],
     "quantize_attention": ATTEND,
     "select_topk": [*ATTEND, SELECT],
     "insert_prefetch": [*ATTEND, SELECT, FETCH],
@@ -66,7 +66,7 @@ def after(name: str, config: SpecacheConfig) -> list[str]:
     if name != "duplicate_query":
         count = 1 + [step.name for step in DECODE_PASSES].index(name)
         gm = run_passes(gm, program, DECODE_PASSES[:count])
-    calls = re.sub(r"(attention|attention_lanes|layer_step)\(\w+, \w+, \w+,", r"\1(q, k, v,", shown(gm))
+    calls = re.sub(r"(attention|layer_step)\(\w+, \w+, \w+,", r"\1(q, k, v,", shown(gm))
     calls = re.sub(r"\battention_1 = ", "attention = ", calls)
     calls = re.sub(r"append\(\w+, \w+,", "append(own_k, own_v,", calls)
     return re.sub(r"topk\(\w+,", "topk(scores,", calls).splitlines()
@@ -134,7 +134,7 @@ def test_layers_of_one_trace_keep_their_numbers_and_weights() -> None:
     model = graphs.tiny_decoder(scale=0.5, num_layers=5)
     decode = graphs.by_phase(graphs.capture(model, graphs.drive_tiny))[Phase.DECODE]
     gm, program = graphs.decode_graph(decode, SpecacheConfig(**TWO_LANES))
-    markers = [node for node in gm.graph.nodes if "attention_lanes" in str(node.target)]
+    markers = graphs.nodes_of(gm, torch.ops.specache.attention.default)
     assert len(markers) == 5
     assert len({id(node.meta["val"]) for node in markers}) == 2  # the first layer comes with the embedding
     readers = [len(node.users) for node in placeholders(gm.graph) if "_weight_" in node.name]

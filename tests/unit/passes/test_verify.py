@@ -114,7 +114,7 @@ def test_verify_refuses_an_append_before_its_attention(gm: GraphModule, program:
 def test_verify_refuses_a_marker_that_was_left_behind(gm: GraphModule, program: Program) -> None:
     attention = first(gm, OPS.quantized_attention.default)
     with gm.graph.inserting_before(attention):
-        gm.graph.call_function(OPS.attention_lanes.default, (*attention.args[:3], 0.5))
+        gm.graph.call_function(OPS.attention.default, (*attention.args[:3], 0.5))
     with pytest.raises(PassInvariantError, match="a marker was left behind"):
         verify(gm, program)
 
@@ -168,7 +168,10 @@ def test_each_pass_is_verified(gm: GraphModule, program: Program) -> None:
             call(gm.graph, torch.ops.aten.add_.Tensor, (topk, 1), topk)
         return gm
 
-    for breaks, message in ((forget, "it has no fake value"), (write, "it writes to what is no input")):
+    for breaks, message in (
+        (forget, "it has no fake value"),
+        (write, "it writes to something else than an input"),
+    ):
         with pytest.raises(PassInvariantError, match=message):
             run_passes(copy_graph(gm), program, [Pass(breaks)])
 
