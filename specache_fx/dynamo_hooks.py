@@ -169,7 +169,7 @@ def _recompiles(code: CodeType) -> contextlib.AbstractContextManager[Any]:
     if code not in _compiled or not graph_breaks.has_rewritten():
         return contextlib.nullcontext()
     limits: Any = torch._dynamo.config
-    return limits.patch(recompile_limit=limits.accumulated_recompile_limit)  # type: ignore[no-any-return]
+    return limits.patch(recompile_limit=limits.accumulated_recompile_limit)
 
 
 def _watch_breaks(log: Any) -> Any:
