@@ -149,6 +149,10 @@ class Graph:
         assert world.current is not world.main, "captures run on a stream of their own"
         assert world.current.device.index == world.device
         assert capture_error_mode == "thread_local"
+        if pool in world.pools and not world.pools[pool]:
+            raise RuntimeError(
+                "it->second->use_count > 0 INTERNAL ASSERT FAILED"
+            )  # of a pool that was given back
         world.recording.append(pool)
         world.pools[pool] += 1
         self.pool, self.thread = pool, threading.get_ident()

@@ -326,6 +326,20 @@ def test_a_step_that_finds_no_memory_halfway_is_captured_at_the_second_try(
     assert decoder.session.graph is not None and decoder.session.graph.records
 
 
+def test_captures_of_a_session_share_a_pool_that_is_never_without_a_graph(world: World) -> None:
+    """A pool that was given back is not taken again: torch asserts that, until its cache is emptied."""
+    recorder = CudaRecorder(CUDA)
+    for value in range(3):
+        given = torch.full((2,), float(value))
+        results, replay = recorder.record(lambda given=given: [given + 1], lambda *_: ())  # type: ignore[misc]
+        assert results[0].tolist() == [value + 1] * 2
+        del results, replay  # as `StepGraph` does first
+        assert list(world.pools.values()) == [1]
+    del recorder
+    gc.collect()
+    assert not +world.pools
+
+
 # Threads --------------------------------------------------------------------------------------------------------------
 
 
