@@ -38,6 +38,9 @@ FORMS: dict[str, dict[str, Any]] = {
     "sinks": TWO_LANES | {"sink_tokens": 2},
     "exact": TWO_LANES | {"bits": 16} | REFERENCE,
     "corrected": TWO_LANES | {"key_share": 0.03, "value_share": 0.0},
+    "padding": TWO_LANES | {"padding": 3},
+    "misses": TWO_LANES | {"misses": True},
+    "next pairs": TWO_LANES | {"writes": True},
     "an arena that grows": TWO_LANES | {"reserve": 0},
 }
 # All at night: the interpreter takes a quarter of a second a step.
