@@ -73,8 +73,7 @@ class CudaRecorder:
         try:
             results = self._if_it_fits(run)
             if results is None:  # the allocator gives a capture nothing of what it keeps
-                cuda_streams.synchronize(self._device)
-                torch.cuda.empty_cache()
+                cuda_streams.empty_cache(self._device)
                 results = self._captured(run)
         except Exception as error:
             raise NotCapturedError(first_line(error)) from error

@@ -343,6 +343,12 @@ class World(TorchDispatchMode):
         for stream in self.streams:
             later(self.host, stream.clock)
 
+    def empty_cache(self) -> None:
+        """`torch.cuda.empty_cache`."""
+        if self.recording:
+            raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+        self.sweep()
+
     def finish(self) -> None:
         """Collect garbage, let the threads end, and look at what is freed."""
         gc.collect()
@@ -629,7 +635,7 @@ def _patch_torch(world: World, patch: pytest.MonkeyPatch) -> None:
         stream=world.on,
         is_current_stream_capturing=lambda: world.current.graph is not None,
         synchronize=world.synchronize,
-        empty_cache=world.sweep,
+        empty_cache=world.empty_cache,
         graph_pool_handle=object,
         device_count=lambda: 2,
     )

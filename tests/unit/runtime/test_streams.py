@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -410,6 +411,38 @@ def test_a_wait_for_the_device_waits_for_a_capture_first(locked: bool, world: Wo
     wait = cuda_streams.synchronize if locked else torch.cuda.synchronize
     failed = in_a_capture(world, lambda: wait(CUDA))
     assert bool(failed) != locked
+
+
+@pytest.mark.parametrize("locked", [False, True])
+def test_the_cache_is_emptied_behind_a_capture(locked: bool, world: World) -> None:
+    def empty() -> None:
+        if locked:
+            cuda_streams.empty_cache(CUDA)
+        else:
+            torch.cuda.empty_cache()
+
+    assert bool(in_a_capture(world, empty)) != locked
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_does_not_wait_for_its_parents_capture() -> None:
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with cuda_streams._one_at_a_time:
+            held.set()
+            done.wait(10)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(10)
+    child = os.fork()
+    if not child:
+        os._exit(not cuda_streams._one_at_a_time.acquire(timeout=2))
+    assert os.waitpid(child, 0)[1] == 0
+    done.set()
+    thread.join()
 
 
 def test_streams_are_lent_to_one_owner_at_a_time(world: World) -> None:
