@@ -21,7 +21,7 @@ from specache_fx.runtime.step_graph import CudaRecorder, StepGraph
 from specache_fx.runtime.transfer import Transfer
 
 BATCH, HEADS, KV_HEADS, DIM, PROMPT = 1, 2, 1, 8, 21
-USUAL = {"kernel": "triton", "group_size": 4, "residual_length": 3, "top_k": 3, "reserve": 36}
+USUAL: dict[str, Any] = {"kernel": "triton", "group_size": 4, "residual_length": 3, "top_k": 3, "reserve": 36}
 Kind = Callable[..., Transfer]
 
 

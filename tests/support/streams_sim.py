@@ -38,6 +38,7 @@ from torch.utils._pytree import tree_leaves
 
 from specache_fx.runtime import cuda_streams, cudart, host_blocks, host_cache
 from specache_fx.runtime import metrics as metrics_of
+from specache_fx.runtime.decode_step import DecodeStep
 from specache_fx.runtime.transfer import Staging, worker
 
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -682,8 +683,13 @@ def _patch_runtime(world: World, patch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.contextmanager
-def simulated(patch: pytest.MonkeyPatch) -> Iterator[World]:
-    """Have the runtime's CUDA code run in a world of its own, which sees all operators and launches of the block."""
+def simulated(patch: pytest.MonkeyPatch, steps_alone: bool = False) -> Iterator[World]:
+    """Have the runtime's CUDA code run in a world of its own, which sees all operators and launches of the block.
+
+    Args:
+        patch: Its patches are undone behind the block.
+        steps_alone: See decode steps alone: Dynamo compiles nothing in a mode of operators.
+    """
     from triton.runtime.interpreter import InterpretedFunction
 
     world = World()
@@ -696,7 +702,16 @@ def simulated(patch: pytest.MonkeyPatch) -> Iterator[World]:
         _patch_torch(world, inner)
         _patch_runtime(world, inner)
         inner.setattr(InterpretedFunction, "run", run)
-        with world:
+        running = DecodeStep.running
+
+        @contextlib.contextmanager
+        def seen(step: DecodeStep) -> Iterator[None]:
+            with world, running(step):
+                yield
+
+        if steps_alone:
+            inner.setattr(DecodeStep, "running", seen)
+        with contextlib.nullcontext() if steps_alone else world:
             yield world
             world.finish()  # while all is patched
     assert InterpretedFunction.run is usual

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.streamed_decoder import Decoder, choose
+from support.streamed_decoder import USUAL, Decoder, choose
 from support.streams_sim import CUDA, Event, Stream, World, simulated
 from support.triton_mode import DEVICE, needs_triton
+from support.zoo import build
 
+import specache_fx
 from specache_fx._log import forget_warnings
 from specache_fx.runtime import cuda_streams
 from specache_fx.runtime.device_steps import DeviceSteps
@@ -81,6 +83,33 @@ def test_copies_of_the_device_race_with_nothing_captured_or_not(form: str, world
     del ran, replayed  # one is closed, the other dropped
     world.finish()
     assert not world.found and not +world.pools  # no pool is left
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "options",
+    [{"on_miss": "refetch"}, {"accept_guesses": True}, {"policy": "kcache", "kernel": "reference"}],
+    ids=lambda options: next(iter(options)),
+)
+def test_steps_of_a_compiled_model_race_with_nothing(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose(monkeypatch, CudaTransfer)
+    torch._dynamo.reset()
+    model = build("plain", 2, vocab_size=40, hidden_size=32, head_dim=8)
+    given: dict[str, Any] = {"lowering": "eager", "lookahead": "token", **USUAL, **options}
+    if "policy" in options:
+        given.pop("lookahead")
+    ids = torch.randint(1, 40, (1, 21), generator=torch.Generator().manual_seed(1))
+    with simulated(monkeypatch, steps_alone=True) as world, torch.no_grad():
+        compiled = specache_fx.compile(model, **given)
+        out = compiled(ids, use_cache=True)
+        for _ in range(9):
+            token = out.logits[:, -1].argmax(-1, keepdim=True)
+            out = compiled(token, past_key_values=out.past_key_values, use_cache=True)
+        assert specache_fx.stats(out.past_key_values).replayed_steps >= 3
+        specache_fx.release(out.past_key_values)
+        assert world.replays >= 3 and not world.found
 
 
 @pytest.mark.parametrize("synchronous", [False, True])
