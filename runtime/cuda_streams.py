@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import threading
 import warnings
 import weakref
@@ -24,6 +25,8 @@ COMPUTES, COPIES = -1, 0
 """Priorities: the model's next product waits for what is computed, nothing yet for what is copied beside it."""
 
 _one_at_a_time = threading.RLock()  # captures, and waits for a device
+# Another thread of the parent may have held it.
+os.register_at_fork(after_in_child=_one_at_a_time._at_fork_reinit)  # type: ignore[attr-defined]
 _idle: dict[tuple[int, int], list[torch.cuda.Stream]] = defaultdict(list)  # by device and priority
 
 
@@ -54,6 +57,13 @@ def synchronize(device: torch.device) -> None:
     """Wait for all work of a device, once no thread captures."""
     with _one_at_a_time:
         torch.cuda.synchronize(device)
+
+
+def empty_cache(device: torch.device) -> None:
+    """Have torch's allocator give back what it keeps, once no thread captures: within a capture it refuses."""
+    with _one_at_a_time:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
 
 
 def is_capturing(stream: torch.cuda.Stream) -> bool:

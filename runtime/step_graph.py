@@ -64,25 +64,37 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = cuda_streams.lend(self, device, cuda_streams.COMPUTES)
-        self._pool = torch.cuda.graph_pool_handle()
+        # It holds the pool until the next one does: torch takes no pool twice that no graph holds.
+        self._newest: torch.cuda.CUDAGraph | None = None
+        self._pool: Any = None
 
     def record(self, run: Run, compiled: Compiled) -> tuple[Sequence[Any], Replay]:
         """See `Recorder`."""
         try:
-            try:
-                graph, results = self._captured(run)
-            except torch.OutOfMemoryError:  # the allocator gives none of what it keeps to a capture
-                cuda_streams.synchronize(self._device)
-                torch.cuda.empty_cache()
-                graph, results = self._captured(run)
+            results = self._if_it_fits(run)
+            if results is None:  # the allocator gives a capture nothing of what it keeps
+                cuda_streams.empty_cache(self._device)
+                results = self._captured(run)
         except Exception as error:
             raise NotCapturedError(first_line(error)) from error
-        graph.replay()
-        return results, graph.replay
+        assert self._newest is not None
+        self._newest.replay()
+        return results, self._newest.replay
 
-    def _captured(self, run: Run) -> tuple[torch.cuda.CUDAGraph, Sequence[Any]]:
+    def _if_it_fits(self, run: Run) -> Sequence[Any] | None:
+        """As `_captured`; None where memory ran out. No traceback holds a tensor then."""
+        try:
+            return self._captured(run)
+        except torch.OutOfMemoryError:
+            return None
+
+    def _captured(self, run: Run) -> Sequence[Any]:
         graph = torch.cuda.CUDAGraph()
-        return graph, cuda_streams.capture(graph, self._stream, self._pool, run)
+        if self._newest is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        results = cuda_streams.capture(graph, self._stream, self._pool, run)
+        self._newest = graph
+        return results
 
 
 def recorder_of(device: torch.device) -> Recorder | None:

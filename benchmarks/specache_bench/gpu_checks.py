@@ -39,10 +39,15 @@ def _nothing(*_: Any) -> tuple[()]:
     return ()
 
 
-def _captures_well(recorder: CudaRecorder, device: torch.device) -> bool:
-    """Whether a capture replays what it should, on what its input is by then."""
+def _captures_well(recorder: CudaRecorder, device: torch.device, lasts: float = 0) -> bool:
+    """Whether a capture that lasts so many seconds replays what it should, on what its input is by then."""
     given = torch.ones(1000, device=device)
-    results, replay = recorder.record(lambda: [given * 2 + 1], _nothing)
+
+    def run() -> list[torch.Tensor]:
+        time.sleep(lasts)
+        return [given * 2 + 1]
+
+    results, replay = recorder.record(run, _nothing)
     first = results[0].clone()
     given.fill_(3)
     replay()
@@ -69,6 +74,13 @@ def form(options: Found, device: torch.device, steps: int) -> Found:
     (ran, _), (captured, replayed) = tokens(False), tokens(True)
     same = torch.equal(ran, captured)
     return {"replayed_steps": replayed, "same": same, "ok": same and (replayed > 0 or device.type == "cpu")}
+
+
+def captures_in_a_row(device: torch.device) -> Found:
+    """Captures of one session, of which each replaces the last one, as when an arena grows."""
+    recorder = CudaRecorder(device)
+    right = [_captures_well(recorder, device) for _ in range(4)]
+    return {"ok": all(right)}
 
 
 def failed_captures(device: torch.device) -> Found:
@@ -133,7 +145,7 @@ def threads(device: torch.device) -> Found:
     wrong = 0
     for _ in range(_CAPTURES):
         try:
-            wrong += not _captures_well(recorder, device)
+            wrong += not _captures_well(recorder, device, 0.005)
         except NotCapturedError as error:
             failed.append(str(error)[:200])
     ended.set()
@@ -231,6 +243,7 @@ def checks(device: torch.device, quick: bool) -> dict[str, Callable[[], Found]]:
         found = {
             name: partial(check, device)
             for name, check in {
+                "captures in a row": captures_in_a_row,
                 "failed captures": failed_captures,
                 "threads": threads,
                 "costs": costs,

@@ -30,7 +30,13 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 @pytest.mark.parametrize(
     "check",
-    [gpu_checks.failed_captures, gpu_checks.threads, gpu_checks.refused_memory, gpu_checks.forked_memory],
+    [
+        gpu_checks.captures_in_a_row,
+        gpu_checks.failed_captures,
+        gpu_checks.threads,
+        gpu_checks.refused_memory,
+        gpu_checks.forked_memory,
+    ],
 )
 def test_a_check_passes_where_all_is_right(
     check: Callable[[torch.device], dict[str, Any]], world: World

@@ -38,6 +38,7 @@ from torch.utils._pytree import tree_leaves
 
 from specache_fx.runtime import cuda_streams, cudart, host_blocks, host_cache
 from specache_fx.runtime import metrics as metrics_of
+from specache_fx.runtime.decode_step import DecodeStep
 from specache_fx.runtime.transfer import Staging, worker
 
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -149,6 +150,10 @@ class Graph:
         assert world.current is not world.main, "captures run on a stream of their own"
         assert world.current.device.index == world.device
         assert capture_error_mode == "thread_local"
+        if pool in world.pools and not world.pools[pool]:
+            raise RuntimeError(
+                "it->second->use_count > 0 INTERNAL ASSERT FAILED"
+            )  # of a pool that was given back
         world.recording.append(pool)
         world.pools[pool] += 1
         self.pool, self.thread = pool, threading.get_ident()
@@ -338,6 +343,12 @@ class World(TorchDispatchMode):
             raise RuntimeError(f"CUDA error: {self.capture.invalid}, at {_caller()}")
         for stream in self.streams:
             later(self.host, stream.clock)
+
+    def empty_cache(self) -> None:
+        """`torch.cuda.empty_cache`."""
+        if self.recording:
+            raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+        self.sweep()
 
     def finish(self) -> None:
         """Collect garbage, let the threads end, and look at what is freed."""
@@ -625,7 +636,7 @@ def _patch_torch(world: World, patch: pytest.MonkeyPatch) -> None:
         stream=world.on,
         is_current_stream_capturing=lambda: world.current.graph is not None,
         synchronize=world.synchronize,
-        empty_cache=world.sweep,
+        empty_cache=world.empty_cache,
         graph_pool_handle=object,
         device_count=lambda: 2,
     )
@@ -672,8 +683,13 @@ def _patch_runtime(world: World, patch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.contextmanager
-def simulated(patch: pytest.MonkeyPatch) -> Iterator[World]:
-    """Have the runtime's CUDA code run in a world of its own, which sees all operators and launches of the block."""
+def simulated(patch: pytest.MonkeyPatch, steps_alone: bool = False) -> Iterator[World]:
+    """Have the runtime's CUDA code run in a world of its own, which sees all operators and launches of the block.
+
+    Args:
+        patch: Its patches are undone behind the block.
+        steps_alone: See decode steps alone: Dynamo compiles nothing in a mode of operators.
+    """
     from triton.runtime.interpreter import InterpretedFunction
 
     world = World()
@@ -686,7 +702,16 @@ def simulated(patch: pytest.MonkeyPatch) -> Iterator[World]:
         _patch_torch(world, inner)
         _patch_runtime(world, inner)
         inner.setattr(InterpretedFunction, "run", run)
-        with world:
+        running = DecodeStep.running
+
+        @contextlib.contextmanager
+        def seen(step: DecodeStep) -> Iterator[None]:
+            with world, running(step):
+                yield
+
+        if steps_alone:
+            inner.setattr(DecodeStep, "running", seen)
+        with contextlib.nullcontext() if steps_alone else world:
             yield world
             world.finish()  # while all is patched
     assert InterpretedFunction.run is usual

@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from support.streamed_decoder import Decoder, choose
+from support.streamed_decoder import USUAL, Decoder, choose
 from support.streams_sim import CUDA, Event, Stream, World, simulated
 from support.triton_mode import DEVICE, needs_triton
+from support.zoo import build
 
+import specache_fx
 from specache_fx._log import forget_warnings
 from specache_fx.runtime import cuda_streams
 from specache_fx.runtime.device_steps import DeviceSteps
@@ -38,6 +41,9 @@ FORMS: dict[str, dict[str, Any]] = {
     "sinks": TWO_LANES | {"sink_tokens": 2},
     "exact": TWO_LANES | {"bits": 16} | REFERENCE,
     "corrected": TWO_LANES | {"key_share": 0.03, "value_share": 0.0},
+    "padding": TWO_LANES | {"padding": 3},
+    "misses": TWO_LANES | {"misses": True},
+    "next pairs": TWO_LANES | {"writes": True},
     "an arena that grows": TWO_LANES | {"reserve": 0},
 }
 # All at night: the interpreter takes a quarter of a second a step.
@@ -77,6 +83,33 @@ def test_copies_of_the_device_race_with_nothing_captured_or_not(form: str, world
     del ran, replayed  # one is closed, the other dropped
     world.finish()
     assert not world.found and not +world.pools  # no pool is left
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "options",
+    [{"on_miss": "refetch"}, {"accept_guesses": True}, {"policy": "kcache", "kernel": "reference"}],
+    ids=lambda options: next(iter(options)),
+)
+def test_steps_of_a_compiled_model_race_with_nothing(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose(monkeypatch, CudaTransfer)
+    torch._dynamo.reset()
+    model = build("plain", 2, vocab_size=40, hidden_size=32, head_dim=8)
+    given: dict[str, Any] = {"lowering": "eager", "lookahead": "token", **USUAL, **options}
+    if "policy" in options:
+        given.pop("lookahead")
+    ids = torch.randint(1, 40, (1, 21), generator=torch.Generator().manual_seed(1))
+    with simulated(monkeypatch, steps_alone=True) as world, torch.no_grad():
+        compiled = specache_fx.compile(model, **given)
+        out = compiled(ids, use_cache=True)
+        for _ in range(9):
+            token = out.logits[:, -1].argmax(-1, keepdim=True)
+            out = compiled(token, past_key_values=out.past_key_values, use_cache=True)
+        assert specache_fx.stats(out.past_key_values).replayed_steps >= 3
+        specache_fx.release(out.past_key_values)
+        assert world.replays >= 3 and not world.found
 
 
 @pytest.mark.parametrize("synchronous", [False, True])
@@ -326,6 +359,20 @@ def test_a_step_that_finds_no_memory_halfway_is_captured_at_the_second_try(
     assert decoder.session.graph is not None and decoder.session.graph.records
 
 
+def test_captures_of_a_session_share_a_pool_that_is_never_without_a_graph(world: World) -> None:
+    """A pool that was given back is not taken again: torch asserts that, until its cache is emptied."""
+    recorder = CudaRecorder(CUDA)
+    for value in range(3):
+        given = torch.full((2,), float(value))
+        results, replay = recorder.record(lambda given=given: [given + 1], lambda *_: ())  # type: ignore[misc]
+        assert results[0].tolist() == [value + 1] * 2
+        del results, replay  # as `StepGraph` does first
+        assert list(world.pools.values()) == [1]
+    del recorder
+    gc.collect()
+    assert not +world.pools
+
+
 # Threads --------------------------------------------------------------------------------------------------------------
 
 
@@ -393,6 +440,38 @@ def test_a_wait_for_the_device_waits_for_a_capture_first(locked: bool, world: Wo
     wait = cuda_streams.synchronize if locked else torch.cuda.synchronize
     failed = in_a_capture(world, lambda: wait(CUDA))
     assert bool(failed) != locked
+
+
+@pytest.mark.parametrize("locked", [False, True])
+def test_the_cache_is_emptied_behind_a_capture(locked: bool, world: World) -> None:
+    def empty() -> None:
+        if locked:
+            cuda_streams.empty_cache(CUDA)
+        else:
+            torch.cuda.empty_cache()
+
+    assert bool(in_a_capture(world, empty)) != locked
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_does_not_wait_for_its_parents_capture() -> None:
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with cuda_streams._one_at_a_time:
+            held.set()
+            done.wait(10)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(10)
+    child = os.fork()
+    if not child:
+        os._exit(not cuda_streams._one_at_a_time.acquire(timeout=2))
+    assert os.waitpid(child, 0)[1] == 0
+    done.set()
+    thread.join()
 
 
 def test_streams_are_lent_to_one_owner_at_a_time(world: World) -> None:
