@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
@@ -71,27 +70,37 @@ def compile(module: Module, *, prompts: Prompts = "auto", warm: Warm = "block", 
         raise ConfigError(
             "specache_fx.compile() takes options by their names: specache_fx.compile(model, bits=2), not options={...}."
         )
-    if not isinstance(module, OptimizedModule):
-        config = SpecacheConfig.from_options(options)
-        check_names(config)
-        if config.placement.offload:
-            check_host_dir(config.host, config.host_dir)
-        is_untraced = runs_untraced(prompts, warm, config)
-        for each in with_generators(module):
-            each.compile(backend="specache", options=options)
-            if is_untraced:
-                each._compiled_call_impl = Dispatcher(
-                    each, each._compiled_call_impl, config, is_auto=prompts == "auto", warm=warm
-                )
+    if isinstance(module, OptimizedModule):
+        _compile_within(module, {"prompts": (prompts, "auto"), "warm": (warm, "block")}, options)
         return module
-    ways = {"prompts": (prompts, "auto"), "warm": (warm, "block")}
-    options = {**options, **{name: given for name, (given, usual) in ways.items() if given != usual}}
-    if options:
+    config = SpecacheConfig.from_options(options)
+    check_names(config)
+    if config.placement.offload:
+        check_host_dir(config.host, config.host_dir)
+    is_untraced = runs_untraced(prompts, warm, config)
+    for each in with_generators(module):
+        each.compile(backend="specache", options=options)
+        if is_untraced:
+            each._compiled_call_impl = Dispatcher(
+                each, each._compiled_call_impl, config, is_auto=prompts == "auto", warm=warm
+            )
+    return module
+
+
+def _compile_within(
+    wrapper: OptimizedModule, ways: Mapping[str, tuple[str, str]], options: Mapping[str, Any]
+) -> None:
+    """Compile the modules in a wrapper as it is; `ways` are given and usual values of other arguments.
+
+    Raises:
+        ConfigError: If anything is given, or the wrapper is of another backend.
+    """
+    if options := {**options, **{name: given for name, (given, usual) in ways.items() if given != usual}}:
         raise ConfigError(
             f"{', '.join(options)}: this module is compiled already, with options of its own. Give them to"
             " torch.compile(..., options={...}), or give specache_fx.compile() the module that is not compiled."
         )
-    found = backend_of(module.dynamo_ctx)
+    found = backend_of(wrapper.dynamo_ctx)
     backend = getattr(found, "compiler_fn", found)
     if not isinstance(backend, Backend):
         name = getattr(backend, "_compiler_name", backend)
@@ -99,9 +108,8 @@ def compile(module: Module, *, prompts: Prompts = "auto", warm: Warm = "block", 
             f'This module was compiled with backend {name!r}, not with "specache". Give specache_fx.compile() the'
             " module that is not compiled."
         )
-    for inner in with_generators(module._orig_mod):
-        inner._compiled_call_impl = module.dynamo_ctx(inner._call_impl)
-    return module
+    for inner in with_generators(wrapper._orig_mod):
+        inner._compiled_call_impl = wrapper.dynamo_ctx(inner._call_impl)
 
 
 def stats(past_key_values: Any) -> SessionStats:
@@ -166,9 +174,9 @@ def _tensors(tree: Any, depth: int = 4) -> Iterator[torch.Tensor]:
     elif isinstance(tree, (list, tuple, deque, Mapping)):
         for item in tree.values() if isinstance(tree, Mapping) else tree:
             yield from _tensors(item, depth)
-    elif depth and (dataclasses.is_dataclass(tree) or hasattr(tree, "__dict__")) and _may_hold(tree):
+    elif (
+        depth
+        and hasattr(tree, "__dict__")
+        and not isinstance(tree, (str, bytes, int, float, type, nn.Module))
+    ):
         yield from _tensors(list(vars(tree).values()), depth - 1)
-
-
-def _may_hold(value: Any) -> bool:
-    return not isinstance(value, (str, bytes, int, float, type, nn.Module))
