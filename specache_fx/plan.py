@@ -179,11 +179,7 @@ class PlanSettings:
     def to_json(self) -> dict[str, Any]:
         """All of it that is there."""
         own = {"context": self.context, "batch": self.batch, "budget_bytes": self.budget_bytes}
-        no_windows = () if self.shape.window_layers else ("window_layers", "window")
-        shape = asdict(self.shape)
-        return {
-            name: size for name, size in shape.items() if size is not None and name not in no_windows
-        } | own
+        return {name: size for name, size in asdict(self.shape).items() if size is not None} | own
 
 
 def plan_rows(
