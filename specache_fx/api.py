@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
@@ -171,9 +170,9 @@ def _tensors(tree: Any, depth: int = 4) -> Iterator[torch.Tensor]:
     elif isinstance(tree, (list, tuple, deque, Mapping)):
         for item in tree.values() if isinstance(tree, Mapping) else tree:
             yield from _tensors(item, depth)
-    elif depth and (dataclasses.is_dataclass(tree) or hasattr(tree, "__dict__")) and _may_hold(tree):
+    elif (
+        depth
+        and hasattr(tree, "__dict__")
+        and not isinstance(tree, (str, bytes, int, float, type, nn.Module))
+    ):
         yield from _tensors(list(vars(tree).values()), depth - 1)
-
-
-def _may_hold(value: Any) -> bool:
-    return not isinstance(value, (str, bytes, int, float, type, nn.Module))

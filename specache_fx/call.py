@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from specache_fx.known_caches import (
     form_of,
     grows,
     has_own_methods,
-    is_new_static,
     length_of,
     room_of,
 )
@@ -29,15 +28,23 @@ _BY_ROW = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")  # ar
 
 
 class Call:
-    """The arguments of one call, by name.
+    """One call of a model.
 
     Args:
-        given: The arguments.
+        names: Of all parameters, in order.
+        args: Arguments by position.
+        kwargs: Arguments by name.
         config: The model's config, with its `use_cache`; None where it has none.
+
+    Attributes:
+        given: All arguments by name.
     """
 
-    def __init__(self, given: Mapping[str, Any], config: Any) -> None:
-        self.given = given
+    def __init__(
+        self, names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any], config: Any
+    ) -> None:
+        self._names, self._config, self.args, self.kwargs = names, config, args, kwargs
+        self.given = given = {**dict(zip(names, args, strict=False)), **kwargs}
         self.cache: Any = given.get("past_key_values")
         self.mask: Any = given.get("attention_mask")
         tokens, embeds = given.get("input_ids"), given.get("inputs_embeds")
@@ -46,7 +53,13 @@ class Call:
         self.batch, self.num_tokens = (0, 0) if tensor is None else tensor.shape[:2]
         self.device = "cpu" if tensor is None else tensor.device.type
         uses_cache = given.get("use_cache")
-        self._caches = getattr(config, "use_cache", False) if uses_cache is None else uses_cache
+        self.caches = getattr(config, "use_cache", False) if uses_cache is None else uses_cache
+
+    def having(self, given: Mapping[str, Any]) -> Call:
+        """The same call with other values of its arguments."""
+        rest = dict(given)
+        args = [rest.pop(name) for name in self._names[: len(self.args)]]
+        return Call(self._names, args, rest, self._config)
 
     @property
     def is_step(self) -> bool:
@@ -56,9 +69,9 @@ class Call:
     @property
     def is_served(self) -> bool:
         """Whether it can run as the model is, and fill a session."""
-        if not self._caches or not self.num_tokens or torch.is_grad_enabled():
+        if not self.caches or not self.num_tokens or torch.is_grad_enabled():
             return False
-        if self.cache is not None and not grows(self.cache) and not is_new_static(self.cache):
+        if self.cache is not None and not grows(self.cache):
             return False
         if self.num_tokens == 1 and self.cache is not None and any(map(length_of, filled(self.cache))):
             return False  # a step from a cache of numbers

@@ -40,31 +40,17 @@ def trace(path: str | Path) -> Iterator[None]:
 
 
 def write_trace(file: Path, spans: Sequence[Span]) -> None:
-    """Write recorded spans in the Trace Event Format."""
-    file.write_text(json.dumps({"traceEvents": events(spans)}) + "\n", encoding="utf-8")
-
-
-def events(spans: Sequence[Span]) -> list[dict[str, Any]]:
-    """Spans as the events of the Trace Event Format; times in microseconds from the first one's start."""
+    """Write recorded spans in the Trace Event Format: times in microseconds from the first one's start."""
     first = spans[0].start if spans else 0.0
     tracks: dict[tuple[str, int], int] = {}
-    made = []
+    events: list[dict[str, Any]] = []
     for span in spans:
         number = tracks.setdefault((span.track, span.thread), len(tracks) + 1)
-        made.append(
-            {
-                "name": span.name,
-                "cat": span.track,
-                "ph": "X",
-                "ts": 1e6 * (span.start - first),
-                "dur": 1e6 * (span.stop - span.start),
-                "pid": 1,
-                "tid": number,
-                "args": span.args,
-            }
-        )
+        times = {"ts": 1e6 * (span.start - first), "dur": 1e6 * (span.stop - span.start)}
+        place = {"ph": "X", "pid": 1, "tid": number}
+        events.append({"name": span.name, "cat": span.track, **place, **times, "args": span.args})
     names = [
         {"name": "thread_name", "ph": "M", "pid": 1, "tid": number, "args": {"name": track}}
         for (track, _), number in tracks.items()
     ]
-    return [*names, *made]
+    file.write_text(json.dumps({"traceEvents": [*names, *events]}) + "\n", encoding="utf-8")

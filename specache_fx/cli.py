@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from typer import Option
 
 from specache_fx.cli_common import JsonFile, as_bad_parameter, check_dtype, check_folder, write_json
 from specache_fx.config import POLICIES, SpecacheConfig
@@ -37,7 +38,7 @@ def _print_version(wanted: bool) -> None:
 def main(
     show_version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit."),
+        Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit."),
     ] = False,
 ) -> None:
     """Speculative low-bit KV caching for PyTorch decoders."""
@@ -45,43 +46,28 @@ def main(
 
 @app.command("plan")
 def plan_command(
-    layers: Annotated[int | None, typer.Option(help="Attention layers.")] = None,
-    kv_heads: Annotated[int | None, typer.Option(help="Key/value heads of a layer.")] = None,
-    head_dim: Annotated[int | None, typer.Option(help="Channels of a key and of a value.")] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(metavar="CONFIG", help="Instead: a transformers model's folder, config.json or name."),
-    ] = None,
-    context: Annotated[
-        int | None, typer.Option(help="Tokens of a sequence; the model's longest by default.")
-    ] = None,
-    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
-    bits: Annotated[
-        int | None, typer.Option(help="Width of the device copy's codes; all by default.")
-    ] = None,
-    group_size: Annotated[
-        int, typer.Option(help="Tokens or channels that share a scale.")
-    ] = _DEFAULTS.group_size,
-    residual_length: Annotated[
-        int, typer.Option(help="Newest tokens at 16 bits.")
-    ] = _DEFAULTS.residual_length,
-    top_k: Annotated[int, typer.Option(help="KV pairs prefetched for each head.")] = _DEFAULTS.top_k,
-    policy: Annotated[str, typer.Option(help=f"One of {', '.join(POLICIES)}.")] = _DEFAULTS.policy,
-    quantizer: Annotated[str | None, typer.Option(help="Makes the codes; the policy's by default.")] = None,
+    layers: Annotated[int | None, Option(help="Attention layers.")] = None,
+    kv_heads: Annotated[int | None, Option(help="Key/value heads of a layer.")] = None,
+    head_dim: Annotated[int | None, Option(help="Channels of a key and of a value.")] = None,
+    model: Annotated[str | None, Option(help="Instead: a transformers model's folder, file or name.")] = None,
+    context: Annotated[int | None, Option(help="Of a sequence; the model's longest by default.")] = None,
+    batch: Annotated[int, Option(help="Sequences.")] = 1,
+    bits: Annotated[int | None, Option(help="Width of the device copy's codes; all by default.")] = None,
+    group_size: Annotated[int, Option(help="Tokens or channels that share a scale.")] = _DEFAULTS.group_size,
+    residual_length: Annotated[int, Option(help="Newest tokens at 16 bits.")] = _DEFAULTS.residual_length,
+    top_k: Annotated[int, Option(help="KV pairs prefetched for each head.")] = _DEFAULTS.top_k,
+    policy: Annotated[str, Option(help=f"One of {', '.join(POLICIES)}.")] = _DEFAULTS.policy,
+    quantizer: Annotated[str | None, Option(help="Makes the codes; the policy's by default.")] = None,
     resident_layers: Annotated[
-        int, typer.Option(help="First layers that stay whole on the device.")
+        int, Option(help="First ones, whole on the device.")
     ] = _DEFAULTS.resident_layers,
-    sink_tokens: Annotated[int, typer.Option(help="First tokens at 16 bits.")] = _DEFAULTS.sink_tokens,
-    dtype: Annotated[
-        str | None, typer.Option(help="The model's: bfloat16 (default), float16 or float32.")
-    ] = None,
-    budget: Annotated[
-        str | None, typer.Option(help="Device bytes for KV, such as 40GiB: the largest batch.")
-    ] = None,
+    sink_tokens: Annotated[int, Option(help="First tokens at 16 bits.")] = _DEFAULTS.sink_tokens,
+    dtype: Annotated[str | None, Option(help="The model's: bfloat16 (default), float16 or float32.")] = None,
+    budget: Annotated[str | None, Option(help="Device bytes, such as 40GiB: the largest batch.")] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Plan the bytes of a KV cache on the device and on the host."""
-    from specache_fx.plan_report import PlanSettings, plan_rows, plan_table
+    from specache_fx.plan import PlanSettings, plan_rows, plan_table
 
     check_folder(json_file)
     with as_bad_parameter():
@@ -112,15 +98,17 @@ def _shape(
     Raises:
         ConfigError: If a size is missing or given twice.
     """
-    sizes = {"--layers": layers, "--kv-heads": kv_heads, "--head-dim": head_dim}
-    if model is not None and any(size is not None for size in sizes.values()):
-        raise ConfigError("--model brings --layers, --kv-heads and --head-dim: give one or the others.")
+    sizes: dict[str, Any] = {"--layers": layers, "--kv-heads": kv_heads, "--head-dim": head_dim}
+    shape = None
     if model is not None:
+        if any(size is not None for size in sizes.values()):
+            raise ConfigError("--model brings --layers, --kv-heads and --head-dim: give one or the others.")
         shape, longest = load_model_shape(model)
         sizes, context = {}, longest if context is None else context
-    if missing := [name for name, size in (sizes | {"--context": context}).items() if size is None]:
+    missing = [name for name, size in (sizes | {"--context": context}).items() if size is None]
+    if missing or context is None:
         raise ConfigError(f"{', '.join(missing)} missing: give them, or --model with a transformers model.")
-    return ModelShape(*sizes.values()) if sizes else shape, context
+    return shape or ModelShape(*sizes.values()), context
 
 
 @app.command("explain")
@@ -128,8 +116,8 @@ def explain_command(
     model: Annotated[
         str, typer.Argument(help="A transformers model's folder or name: its config is enough.")
     ],
-    layers: Annotated[int, typer.Option(min=1, help="First layers of it, with random weights.")] = 2,
-    tokens: Annotated[int, typer.Option(min=2, help="Of the prompt that is traced.")] = 16,
+    layers: Annotated[int, Option(min=1, help="First layers of it, with random weights.")] = 2,
+    tokens: Annotated[int, Option(min=2, help="Of the prompt that is traced.")] = 16,
 ) -> None:
     """Say what becomes of a model's attention, and why, by running its first layers once."""
     from specache_fx.quiet import quiet
@@ -158,18 +146,16 @@ def explain_command(
 
 @app.command("demo")
 def demo_command(
-    prompts: Annotated[int, typer.Option(min=1, help="Unseen prompts for each method.")] = 100,
-    context: Annotated[int, typer.Option(min=8, help="Tokens of each prompt.")] = 2000,
-    records: Annotated[int, typer.Option(min=1, help="Records hidden in each prompt.")] = 48,
-    seed: Annotated[int, typer.Option(min=0, help="Of the prompts.")] = 0,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts at a time.")] = 10,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    lowering: Annotated[str, typer.Option(help="inductor, or eager: no compile time.")] = "inductor",
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads; torch's choice by default.")
-    ] = None,
+    prompts: Annotated[int, Option(min=1, help="Unseen prompts for each method.")] = 100,
+    context: Annotated[int, Option(min=8, help="Tokens of each prompt.")] = 2000,
+    records: Annotated[int, Option(min=1, help="Records hidden in each prompt.")] = 48,
+    seed: Annotated[int, Option(min=0, help="Of the prompts.")] = 0,
+    batch_size: Annotated[int, Option(min=1, help="Prompts at a time.")] = 10,
+    dtype: Annotated[str, Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    lowering: Annotated[str, Option(help="inductor, or eager: no compile time.")] = "inductor",
+    threads: Annotated[int | None, Option(min=1, help="CPU threads; torch's choice by default.")] = None,
     model: Annotated[
-        Path | None, typer.Option(help="Folder of the needle model; the trained one by default.")
+        Path | None, Option(help="Folder of the needle model; the trained one by default.")
     ] = None,
     json_file: JsonFile = None,
 ) -> None:

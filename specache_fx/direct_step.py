@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from typing import Any
@@ -85,7 +84,6 @@ class DirectSteps:
         self._steps: dict[Hashable, list[DirectStep]] = {}
         self._refused: set[Hashable] = set()
         self._changes = 0  # of the state
-        self._made: Counter[Hashable] = Counter()  # graphs, of each kind of call
 
     def runner_of(self, call: Call) -> Callable[[], Any] | None:
         """What runs a call: traced, where it is new. None where Dynamo has to trace it."""
@@ -96,7 +94,6 @@ class DirectSteps:
             with compiling():
                 if self._state is state:  # another thread may have seen it, too
                     self._steps.clear()
-                    self._made.clear()
                     self._state, self._changes = None, self._changes + 1
         with bare():
             run = self._known(form, call)
@@ -123,10 +120,13 @@ class DirectSteps:
         Raises:
             NotDirect: If Dynamo has to trace it.
         """
-        module, kind = self._module, loosely(form)
+        module = self._module
         if (reason := reason_against(module)) is not None:
             raise NotDirect(reason)
-        if max(self._changes, self._made[kind]) >= _MOST_TRACES:
+        alike = [
+            step for other in self._steps if loosely(other) == loosely(form) for step in self._steps[other]
+        ]
+        if max(self._changes, len(alike)) >= _MOST_TRACES:
             raise NotDirect(f"its state, sizes or numbers have changed {_MOST_TRACES} times")
         if self._config.lowering == "inductor" and call.device == "cpu":
             inductor_start.begin()
@@ -143,6 +143,5 @@ class DirectSteps:
             raise NotDirect("its layers have sizes that no symbols tell")
         self._state = state
         counters["specache"]["direct_steps"] += 1
-        self._made[kind] += 1
         self._steps.setdefault(form, []).append(step)
         return run

@@ -77,7 +77,7 @@ class Validity:
     """
 
     def __init__(self) -> None:
-        self.env, self.symbols = ShapeEnv(), dict[Any, torch.SymInt]()
+        self.env, self.symbols = ShapeEnv(), dict[Any, Any]()
         self._places: dict[str, list[tuple[Input, int]]] = {}  # of each symbol
         self._constants: list[tuple[Input, int, int]] = []
         self._holds: Callable[..., bool]

@@ -14,7 +14,7 @@ a history; a traced prompt attends by blocks there.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -97,42 +97,35 @@ class Dispatcher:
         """Run the module."""
         if self._traces or torch.compiler.is_dynamo_compiling():
             return self.compiled(*args, **kwargs)
-        call = self._call_of(args, kwargs)
-        if (growing := GrowingCall.of(call)) is not None:
+        call = Call(self._names, args, kwargs, getattr(self._module, "config", None))
+        is_traced = self._is_auto and call.device != "cpu"  # a prompt
+        if (growing := GrowingCall.of(call, is_traced=is_traced)) is not None:
             return growing.finish(self(**growing.given))
         if call.cache is not None and any(call.cache is each for each in here.filling):
             return self._module._call_impl(*args, **kwargs)  # for a module around this one
         if call.is_step:
-            return self._step(call, args, kwargs)
-        if (self._is_auto and call.device != "cpu") or not call.is_served:
-            return self.compiled(*args, **kwargs)
-        return self._run_untraced(call, args, kwargs)
+            return self._step(call)
+        return self.compiled(*args, **kwargs) if is_traced or not call.is_served else self._run_untraced(call)
 
-    def _call_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-        config = getattr(self._module, "config", None)
-        return Call({**dict(zip(self._names, args, strict=False)), **kwargs}, config)
-
-    def _run_untraced(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _run_untraced(self, call: Call) -> Any:
         """Run the module as it is, and have the session take the new tokens."""
         module, past = self._module, call.take_past(self._config)
         if past is None:
-            return self.compiled(*args, **kwargs)
+            return self.compiled(*call.args, **call.kwargs)
         with having(filling=(*here.filling, call.cache)), beside():
             filled = Filling(self._config, module, call, *past)
-            return filled.run(lambda: module._call_impl(*args, **kwargs))
+            return filled.run(lambda: module._call_impl(*call.args, **call.kwargs))
 
-    def _step(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _step(self, call: Call) -> Any:
         """Decode one token of each row."""
         # A name for one of the handles would keep it alive, and have the session forked.
         is_moved = not is_laid_out(call.first_handle) and grows(call.cache)  # type: ignore[arg-type]
         if is_moved and (past := call.take_past(self._config)):
             # Copies have another layout. A session's own handles need no graph of their own.
             put_handles(call.cache, past[1])
-        if self._waits_for_graph(call, args, kwargs):
-            return self._run_untraced(call, args, kwargs)
-        return self._decode(call, args, kwargs)
+        return self._run_untraced(call) if self._waits_for_graph(call) else self._decode(call)
 
-    def _waits_for_graph(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    def _waits_for_graph(self, call: Call) -> bool:
         """Whether a step's graph is made in the background, or waits for another one there."""
         if self._background is None:
             return False
@@ -141,32 +134,32 @@ class Dispatcher:
             session, is_traced = call.session, self._is_auto and call.device != "cpu"  # as its prompt was
             if session is None or is_traced or not fits(call, self._module):
                 return None
-            return partial(Rehearsal(call, args, kwargs, self._names, session).run, self._rehearse)
+            return partial(Rehearsal(call, session).run, self._rehearse)
 
         return not self._background.is_ready(call.kind, prepare)
 
-    def _rehearse(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    def _rehearse(self, call: Call) -> bool:
         """Run a step in the background; whether Dynamo traces it."""
         before = here.num_traces
-        self._decode(self._call_of(args, kwargs), args, kwargs)
+        self._decode(call)
         return here.num_traces > before
 
-    def _decode(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _decode(self, call: Call) -> Any:
         """Run a step's graph."""
         filled = None if self._has_stepped else call.session
         # Batches of any size, padded or not, and beams share two graphs: with a mask, and without.
         with having(mark=call.mark_sizes):
             step = self._direct.runner_of(call)
-            out = self.compiled(*args, **kwargs) if step is None else step()
+            out = self.compiled(*call.args, **call.kwargs) if step is None else step()
         self._look(call, filled)
         return out
 
     def _look(self, call: Call, filled: Session | None) -> None:
         """See what graphs the model's steps have; `filled` is the session before the first."""
-        now = call.session
-        traces = call.first_handle is None and not call.asks_for_more
-        if call.first_handle is not None and filled is not None and filled.origin.layers_of_cache:
-            self._has_stepped = True
+        has_handles = call.first_handle is not None
+        traces = not has_handles and not call.asks_for_more
+        if has_handles and filled is not None and filled.origin.layers_of_cache:
+            self._has_stepped, now = True, call.session
             traces = self._is_auto and (now is None or now.shapes != filled.shapes)
         if traces:  # another thread may set it, too
             self._traces = True

@@ -3,8 +3,8 @@
 A layer is stored when the next one is updated, so the 16-bit pairs of one layer are alive at a time. In a further turn
 each layer's history comes back when it is updated. The session gets the new tokens, and quantises no token twice.
 
-Two kinds of prompts are stored when they are through, with the pairs of all layers alive: into a cache that doesn't say
-its layers beforehand, and into a static cache, whose buffers are there as a whole.
+A prompt into a cache that doesn't say its layers beforehand is stored when it is through, with the pairs of all layers
+alive.
 """
 
 from __future__ import annotations
@@ -20,14 +20,12 @@ from specache_fx.call import Call
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import CacheHandleError
 from specache_fx.known_caches import (
-    Before,
     cache_of,
+    copied,
     filled,
     grows,
     has_pairs,
-    is_static,
     length_of,
-    make_room,
     put_handles,
     shape_of,
     watched,
@@ -67,7 +65,7 @@ class Filling:
         self._session, self._is_prompt, self._old = session, session is None, 0
         self._streams = call.cache is not None and bool(call.cache.layers) and grows(call.cache)
         self._updated: int | None = None  # the layer that was updated last, not yet stored
-        self._before = Before(call.cache)
+        self._before = None if call.cache is None else copied(call.cache)
         # A prompt may leave layers without pairs: it is stored anew then.
         layers: Iterable[Any] = (
             filled(call.cache) if past else filter(has_pairs, call.cache.layers if self._streams else ())
@@ -82,8 +80,6 @@ class Filling:
         """
         openmp_spins.look()
         registry.sweep()
-        if self._is_prompt and self._call.cache is not None and is_static(self._call.cache):
-            make_room(self._call.cache)
         with contextlib.ExitStack() as held:
             padding = None
             if (session := self._session) is not None:
@@ -118,14 +114,14 @@ class Filling:
             if self._updated is not None:
                 self._store(self._updated)
             self._updated = index
-            layer = self._call.cache.layers[index]
-            if self._session is not None and isinstance(layer.keys, torch.Tensor) and self._is_away(layer):
-                claims.check_open(self._session)  # a hook may have released it
-                layer.keys, layer.values = self._session.load(self._slots[id(layer)])
-
-    def _is_away(self, layer: Any) -> bool:
-        """Whether the session has a layer's pairs: of the calls before, or of this one, which updates it again."""
-        return isinstance(layer.keys, Handle) or layer.keys.is_meta
+            layer, session = self._call.cache.layers[index], self._session
+            # The session has pairs of the calls before, or of this one, which updates the layer again.
+            is_away = isinstance(layer.keys, torch.Tensor) and (
+                isinstance(layer.keys, Handle) or layer.keys.is_meta
+            )
+            if session is not None and is_away:
+                claims.check_open(session)  # a hook may have released it
+                layer.keys, layer.values = session.load(self._slots[id(layer)])
 
     def _store(self, index: int) -> None:
         """A layer's new pairs go to the session, and its 16-bit tensors away."""
@@ -146,18 +142,16 @@ class Filling:
     def _take(self, session: Session, slot: int, layer: Any) -> None:
         """Store what a layer has got: as many tokens as it has grown by."""
         claims.check_open(session)
-        length, is_static_layer = length_of(layer), is_static(self._call.cache)
+        length = length_of(layer)
         new = length - (session.layers[slot].kv_len if session.layers else 0)
-        there = slice(length - new, length) if is_static_layer else slice(-new, None)
-        keys, values = (side[:, :, there] for side in (layer.keys, layer.values))
+        keys, values = (side[:, :, -new:] for side in (layer.keys, layer.values))
         kv_len = None if window_of(layer) is None else length
         mask = self._call.newest_mask
         session.store(slot, keys, values, None if mask is None else mask[..., :length], kv_len)
-        if not is_static_layer:
-            # A forward that reads them once more gets an error of PyTorch's, and no other numbers.
-            layer.keys, layer.values = (
-                torch.empty_like(side, device="meta") for side in (layer.keys, layer.values)
-            )
+        # A forward that reads them once more gets an error of PyTorch's, and no other numbers.
+        layer.keys, layer.values = (
+            torch.empty_like(side, device="meta") for side in (layer.keys, layer.values)
+        )
 
     def _stop_streaming(self) -> None:
         """The layers are not alike: those that were stored come back, and all are stored at the end.
@@ -188,7 +182,7 @@ class Filling:
         return session
 
     def _finish(self, cache: Any) -> None:
-        if not (grows(cache) or is_static(cache)) or not (layers := filled(cache)):
+        if not grows(cache) or not (layers := filled(cache)):
             return  # it stays as the model made it
         if any(isinstance(layer.keys, Handle) for layer in layers) and self._is_prompt:
             return  # a module inside has filled a session
@@ -215,15 +209,22 @@ class Filling:
         if len({layer.keys.device for layer in layers}) > 1:
             return
         self._session = session = self._opened(tuple(map(shape_of, layers)), layers[0])
-        for slot, layer in enumerate(layers if session is not None else ()):
-            assert session is not None
-            self._take(session, slot, layer)
+        if session is not None:
+            for slot, layer in enumerate(layers):
+                self._take(session, slot, layer)
 
     def _undo(self) -> None:
         """Leave the cache as it was before a call that failed."""
         if self._is_prompt and self._session is not None:
             self._session.close()
-        self._before.restore(self._past)
+        if self._before is None:
+            return
+        layers = self._call.cache.layers
+        del layers[len(self._before.layers) :]
+        for layer, before in zip(layers, self._before.layers, strict=True):
+            vars(layer).update(vars(before))
+        if self._past:
+            put_handles(self._call.cache, self._past)
 
 
 _OTHER_LAYERS = (

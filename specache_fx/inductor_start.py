@@ -7,25 +7,22 @@ the answer. Where the thread fails, Inductor meets the error itself.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 
-_lock = threading.Lock()
-_thread: threading.Thread | None = None
 
-
-def begin() -> None:
+@functools.cache
+def begin() -> threading.Thread:
     """Start the thread, once a process."""
-    global _thread  # noqa: PLW0603
-    with _lock:
-        if _thread is None:
-            _thread = threading.Thread(target=_find_out, name="specache-inductor", daemon=True)
-            _thread.start()
+    thread = threading.Thread(target=_find_out, name="specache-inductor", daemon=True)
+    thread.start()
+    return thread
 
 
 def wait() -> None:
     """Wait for the thread, if it has begun."""
-    if _thread is not None:
-        _thread.join()
+    if begin.cache_info().currsize:
+        begin().join()
 
 
 def _find_out() -> None:

@@ -4,8 +4,8 @@
       DynamicLayer, DynamicSlidingWindowLayer   pairs: all, or a window's
       LinearAttentionAnd...Layer                pairs, and the states of linear attention
       LinearAttentionLayer, DummyLayer          no pairs
-    StaticCache, before its first token
-      StaticLayer                               pairs, in buffers of a fixed length
+    StaticCache
+      StaticLayer                               pairs, in buffers of a fixed length: see `static_cache.py`
 
 Classes are known by their names: to import transformers' `cache_utils` would take a second.
 """
@@ -19,9 +19,6 @@ from typing import Any
 
 import torch
 
-from specache_fx.runtime.fixed_buffers import Extent, free, hold, refill
-from specache_fx.runtime.handle_form import HEADS_FIRST
-from specache_fx.runtime.handle_tensor import Handle
 from specache_fx.runtime.layout import LayerShape
 
 _WITH_PAIRS = (
@@ -42,30 +39,11 @@ def grows(cache: Any) -> bool:
     return all(known) and (not cache.layers or any(map(has_pairs, cache.layers)))
 
 
-def is_new_static(cache: Any) -> bool:
-    """Whether it is a cache of buffers that has no token yet, and no layer with a window."""
+def is_static(cache: Any) -> bool:
+    """Whether it is a cache of buffers without windows."""
     if not _is_named(cache, "StaticCache") or getattr(cache, "offloading", False):
         return False
-    return bool(cache.layers) and all(
-        _is_named(each, "StaticLayer") and not int(each.cumulative_length) for each in cache.layers
-    )
-
-
-def is_static(cache: Any) -> bool:
-    """Whether it is a cache of buffers."""
-    return _is_named(cache, "StaticCache")
-
-
-def is_held_static(cache: Any) -> bool:
-    """Whether it is a cache of buffers without windows that are all handles."""
-    if not is_static(cache) or getattr(cache, "offloading", False):
-        return False
-    sides = (side for layer in cache.layers for side in (layer.keys, layer.values))
-    return (
-        bool(cache.layers)
-        and all(_is_named(each, "StaticLayer") for each in cache.layers)
-        and all(isinstance(side, Handle) for side in sides)
-    )
+    return bool(cache.layers) and all(_is_named(each, "StaticLayer") for each in cache.layers)
 
 
 def has_own_methods(cache: Any) -> bool:
@@ -98,28 +76,9 @@ def filled(cache: Any) -> list[Any]:
 
 
 def put_handles(cache: Any, handles: Sequence[torch.Tensor]) -> None:
-    """Give a session's handles to the layers."""
-    if is_static(cache):
-        buffers = [side for layer in cache.layers for side in (layer.keys, layer.values)]
-        extents = [Extent(each.shape[2], each.shape[0], HEADS_FIRST) for each in buffers]
-        hold(buffers, handles, extents)
-        return
+    """Give a session's handles to the layers that have had tokens."""
     for slot, layer in enumerate(filled(cache)):
         layer.keys, layer.values = handles[2 * slot : 2 * slot + 2]
-
-
-def make_room(cache: Any) -> None:
-    """Give a static cache that was reset its buffers back; a session has had their memory."""
-    sides = (side for layer in cache.layers for side in (layer.keys, layer.values))
-    held = [side for side in sides if isinstance(side, Handle)]
-    if held:
-        dtypes = [(side.dtype, side.device) for side in held]
-        shapes = free(held)
-        numbers = [
-            torch.zeros(shape, dtype=dtype, device=device)
-            for shape, (dtype, device) in zip(shapes, dtypes, strict=True)
-        ]
-        refill(held, numbers)
 
 
 def states_of(layer: Any) -> Iterator[tuple[str, Any, torch.Tensor]]:
@@ -199,26 +158,3 @@ def copied(cache: Any) -> Any:
                 }
                 setattr(layer, name, states)
     return made
-
-
-class Before:
-    """A cache as it is before a call: all but its pairs, which a session holds.
-
-    Args:
-        cache: A cache, or None: the call makes one.
-    """
-
-    def __init__(self, cache: Any) -> None:
-        self._cache, self._copy = cache, None if cache is None else copied(cache)
-
-    def restore(self, past: Sequence[torch.Tensor]) -> None:
-        """Give the cache back what it had, and its session's handles: none before a prompt."""
-        if self._cache is None:
-            return
-        del self._cache.layers[len(self._copy.layers) :]
-        for layer, before in zip(self._cache.layers, self._copy.layers, strict=True):
-            if not past and has_pairs(layer):
-                layer.reset()
-            vars(layer).update(vars(before))
-        if past:
-            put_handles(self._cache, past)

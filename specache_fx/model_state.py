@@ -12,7 +12,7 @@ Dynamo's guards are, and notices more than they do.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter, itemgetter
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -115,26 +115,25 @@ def _has_own_attention(module: nn.Module) -> bool:
     """Whether a user has given transformers the attention or the mask that the model uses."""
     configs = (getattr(each, "config", None) for each in module.modules())
     used = {"sdpa", *(getattr(config, "_attn_implementation", None) for config in configs)}
-    files = [sys.modules.get(f"transformers.{name}") for name in ("modeling_utils", "masking_utils")]
     registries = [
-        getattr(file, name, {})
-        for file, name in zip(files, ("ALL_ATTENTION_FUNCTIONS", "ALL_MASK_ATTENTION_FUNCTIONS"), strict=True)
+        getattr(sys.modules.get(f"transformers.{file}"), name, {})
+        for file, name in (
+            ("modeling_utils", "ALL_ATTENTION_FUNCTIONS"),
+            ("masking_utils", "ALL_MASK_ATTENTION_FUNCTIONS"),
+        )
     ]
     return any(_is_own_code(registry.get(name)) for registry in registries for name in used)
 
 
 def _is_trusted(of: Any) -> bool:
     """Whether code is torch's or transformers', or Python's own; a wrapper is no more than what it wraps."""
+    files = []
     while isinstance(of, FunctionType):
-        if not _is_known(of.__globals__.get("__name__")):
-            return False
+        files.append(of.__globals__.get("__name__"))
         of = getattr(of, "__wrapped__", None)
-    return of is None or _is_known(getattr(of, "__module__", ""))
-
-
-def _is_known(file: Any) -> bool:
-    name = str(file).partition(".")[0]
-    return name in _TRUSTED or (name in sys.stdlib_module_names and name != "__main__")
+    files += [] if of is None else [getattr(of, "__module__", "")]
+    names = [str(file).partition(".")[0] for file in files]
+    return all(name in _TRUSTED or (name in sys.stdlib_module_names and name != "__main__") for name in names)
 
 
 def _hooks(module: nn.Module) -> Iterator[Any]:
@@ -156,35 +155,36 @@ class ModelState:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._dicts: list[dict[str, Any]] = []
-        self._lists: list[Sequence[Any]] = []
-        self._no_hooks: list[dict[str, Any]] = []
-        self._seen: set[int] = set()
         self._modules, self._classes = list(module.modules()), _classes(module)
+        self._no_hooks = [
+            vars(each)[name] for each in self._modules for name in _HOOKS if not vars(each)[name]
+        ]
+        # Each dict, and what is read of it.
+        self._reads: list[tuple[dict[str, Any], Callable[[dict[str, Any]], Any]]] = []
+        self._lists: list[list[Any]] = []
+        self._seen: set[int] = set()
         for each in self._modules:
-            self._watch_module(each)
-        # Others are added to a file while Dynamo compiles, and to a model while it generates.
-        parts = [
-            (vars(each), [name for name in vars(each) if name not in _OF_CALLS])
-            for each in self._modules
-            if not _OF_CALLS.isdisjoint(vars(each))
-        ]
+            kept = [name for name in vars(each) if name not in _OF_CALLS]
+            # Others are added to a model while it generates, and to a file while Dynamo compiles.
+            self._reads.append((vars(each), _values if len(kept) == len(vars(each)) else itemgetter(*kept)))
+            for name in kept:
+                if not name.endswith("_hooks"):
+                    self._watch(vars(each)[name], 0)
         for file in _files(module):
-            parts.append((vars(file), list(vars(file))))
+            self._reads.append((vars(file), itemgetter(*vars(file))))
             for name, value in list(vars(file).items()):
-                if type(value).__module__.partition(".")[0] == "transformers":
-                    self._watch_registry(value)
-                elif type(value) is dict and not name.startswith("__"):
+                if type(value) is dict and not name.startswith("__"):
                     self._watch(value, 0)
-        self._reads: list[tuple[dict[str, Any], Callable[[dict[str, Any]], Any]]] = [
-            *((names, _values_of) for names in self._dicts),
-            *((names, itemgetter(*some)) for names, some in parts),
-        ]
+                elif type(value).__module__.partition(".")[0] == "transformers":
+                    # Functions of attention and masks are in such.
+                    for held in (value, *vars(type(value)).values()):
+                        if held is value or isinstance(held, dict):
+                            self._watch(held, 0)
         self._dicts = [names for names, _ in self._reads]
         # A module's `to()` gives its weights other numbers, and they stay the same objects.
         self._weights = [*module.parameters(), *module.buffers()]
         self._versions = _versions_of(self._dicts)
-        self._values = [read(names) for names, read in self._reads]
+        self._before = [read(names) for names, read in self._reads]
         self._others = self._read_others()
 
     def is_same(self) -> bool:
@@ -202,7 +202,7 @@ class ModelState:
         if versions == self._versions:
             return True
         for i, (names, read) in enumerate(self._reads):
-            if versions[i] != self._versions[i] and read(names) != self._values[i]:
+            if versions[i] != self._versions[i] and read(names) != self._before[i]:
                 return False
         self._versions = versions
         return True
@@ -210,48 +210,27 @@ class ModelState:
     def _read_others(self) -> list[tuple[Any, ...]]:
         return [
             *map(tuple, self._lists),
-            *map(tuple, map(_values_of_class, self._classes)),
+            *map(_values, map(vars, self._classes)),
             tuple(map(type, self._modules)),
             *(tuple(map(read, self._weights)) for read in (_FORM, torch.Tensor.stride)),
         ]
-
-    def _watch_module(self, module: nn.Module) -> None:
-        for name, value in vars(module).items():
-            if name in _HOOKS and not value:
-                self._no_hooks.append(value)
-            elif name not in _OF_CALLS and not name.endswith("_hooks"):
-                self._watch(value, 0)
-        if _OF_CALLS.isdisjoint(vars(module)):
-            self._dicts.append(vars(module))
-
-    def _watch_registry(self, value: Any) -> None:
-        """Watch an object of a file: transformers' functions of attention and masks are in such."""
-        self._watch(value, 0)
-        for each in vars(type(value)).values():
-            if isinstance(each, dict):
-                self._watch(each, 0)
 
     def _watch(self, value: Any, depth: int) -> None:
         """Watch what a value holds."""
         if isinstance(value, _LEAVES) or id(value) in self._seen or depth > 4:
             return
-        if isinstance(value, dict):
-            inner, watched = value.values(), value
-        elif isinstance(value, (list, tuple)):
-            self._seen.add(id(value))
-            if not isinstance(value, tuple):
+        names = value if isinstance(value, dict) else getattr(value, "__dict__", None)
+        if isinstance(value, (list, tuple)):
+            inner = list(value)
+            if isinstance(value, list):
                 self._lists.append(value)
-            for each in value:
-                self._watch(each, depth + 1)
-            return
-        elif hasattr(value, "__dict__"):
-            watched = vars(value)
-            inner = watched.values()
+        elif names is not None:
+            inner = list(names.values())
+            self._reads.append((names, _values))
         else:
             return
         self._seen.add(id(value))
-        self._dicts.append(watched)
-        for each in list(inner):
+        for each in inner:
             self._watch(each, depth + 1)
 
 
@@ -260,9 +239,5 @@ def _versions_of(dicts: Sequence[dict[str, Any]]) -> list[Any]:
     return [*map(_dict_version, dicts)] if _dict_version else [object() for _ in dicts]
 
 
-def _values_of(names: dict[str, Any]) -> tuple[Any, ...]:
+def _values(names: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(names.values())
-
-
-def _values_of_class(cls: type) -> Any:
-    return vars(cls).values()

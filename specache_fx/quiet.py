@@ -24,21 +24,17 @@ def quiet(threads: int | None = None) -> Iterator[None]:
     Args:
         threads: CPU threads meanwhile; torch's choice by default.
     """
-    loggers = [logging.getLogger(name) for name in _CHATTY]
-    levels, num_threads = [logger.level for logger in loggers], torch.get_num_threads()
-    bars = transformers_logging.is_progress_bar_enabled()
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    transformers_logging.disable_progress_bar()
-    torch.set_num_threads(threads or num_threads)
-    try:
-        with warnings.catch_warnings(), muted():
-            for module in _CHATTY:
-                warnings.filterwarnings("ignore", module=module)
-            yield
-    finally:
-        torch.set_num_threads(num_threads)
-        if bars:
-            transformers_logging.enable_progress_bar()
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+    with contextlib.ExitStack() as stack:
+        for logger in map(logging.getLogger, _CHATTY):
+            stack.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.ERROR)
+        if transformers_logging.is_progress_bar_enabled():
+            stack.callback(transformers_logging.enable_progress_bar)
+            transformers_logging.disable_progress_bar()
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(threads or torch.get_num_threads())
+        stack.enter_context(warnings.catch_warnings())
+        stack.enter_context(muted())
+        for module in _CHATTY:
+            warnings.filterwarnings("ignore", module=module)
+        yield

@@ -6,7 +6,7 @@ They run the caller's module: a counter in it counts them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -31,25 +31,14 @@ class Rehearsal:
 
     Args:
         call: The call.
-        args: Its arguments by position.
-        kwargs: Those by name.
-        names: The names of all, in order.
         session: The session of its cache.
 
     Raises:
         Exception: If the cache can't be copied, or memory is short.
     """
 
-    def __init__(
-        self,
-        call: Call,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        names: Sequence[str],
-        session: Session,
-    ) -> None:
-        self._by_place = names[: len(args)]
-        self._given = {**dict(zip(names, args, strict=False)), **kwargs}
+    def __init__(self, call: Call, session: Session) -> None:
+        self._given = {**call.given}
         kv_len = max(map(length_of, filled(call.cache)))
         windows = [shape.window for shape in session.shapes if shape.window is not None]
         # Graphs of a window that is full, or nearly, are others.
@@ -59,6 +48,7 @@ class Rehearsal:
         self._session = _filled_session(session, cache, call.batch, self._length)
         if isinstance(call.mask, torch.Tensor):
             self._given["attention_mask"] = call.mask[..., -self._length - 1 :].clone()
+        self._call = call.having(self._given)  # the caller's own would keep its cache alive
         # Those of this thread that Dynamo's graphs depend on, for another thread. A step has no gradients.
         cast = torch.get_autocast_dtype(call.device), torch.is_autocast_enabled(call.device)
         self._modes = (
@@ -67,11 +57,11 @@ class Rehearsal:
             torch.autocast(call.device, cast[0], enabled=cast[1]),
         )
 
-    def run(self, step: Callable[[Sequence[Any], Mapping[str, Any]], bool]) -> None:
+    def run(self, step: Callable[[Call], bool]) -> None:
         """Run steps until one is not traced.
 
         Args:
-            step: Runs one with these arguments, by position and by name. Returns whether Dynamo traced it.
+            step: Runs one. Returns whether Dynamo traced it.
         """
         try:
             with contextlib.ExitStack() as modes:
@@ -79,10 +69,10 @@ class Rehearsal:
                     modes.enter_context(mode)
                 for done in range(_STEPS):
                     given = {name: self._grown(name, value, done) for name, value in self._given.items()}
-                    if not step([*map(given.pop, self._by_place)], given):
+                    if not step(self._call.having(given)):
                         return
         finally:
-            self._given.clear()
+            del self._given, self._call
             with self._session.lock:
                 self._session.close()
 

@@ -1,26 +1,27 @@
-"""Calls on a static cache that has tokens, as calls on a growing cache of the same session.
+"""Calls on a static cache, as calls on a growing cache of the same session.
 
-    static cache    buffers are handles of all their rows; a tensor counts the tokens; a mask has a column for each row
+    static cache    buffers of all their rows, which become handles; a tensor counts the tokens; a mask has a column for
+                    each row
     growing cache   handles of the tokens; a mask has a column for each token, and for those of the call
 
-So the two share the graph of a step, and the turns without one. What a static cache can't do, such as to take more
-tokens than it has rows, is left to a graph of its own: `fixed_runner.py` has the checks and the messages.
+So the two share the graph of a step, and the prompts and turns without one. What a static cache can't do, such as to
+take more tokens than it has rows, is left to a graph of its own: `fixed_runner.py` has the checks and the messages.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from specache_fx.call import Call
 from specache_fx.errors import CacheHandleError
-from specache_fx.known_caches import is_held_static, length_of, put_handles
+from specache_fx.known_caches import is_static, length_of
 from specache_fx.runners import inference
 from specache_fx.runtime import registry
-from specache_fx.runtime.fixed_buffers import are_held, are_intact, refill, tokens
+from specache_fx.runtime.fixed_buffers import Extent, are_held, are_intact, hold, refill, tokens
 from specache_fx.runtime.handle_form import HEADS_FIRST
 from specache_fx.runtime.handle_tensor import Handle, bare
 
@@ -39,45 +40,49 @@ class GrowingCall:
 
     def __init__(self, call: Call, kv_len: int, mask: torch.Tensor | None) -> None:
         self._static, self._num_tokens = call.cache, call.num_tokens
-        self._buffers = [side for layer in call.cache.layers for side in (layer.keys, layer.values)]
-        with inference():
-            heads_first = [
-                tokens(each, kv_len, HEADS_FIRST, each.shape[1], side=0, batch=call.batch, window=None)
-                for each in self._buffers
-            ]
-        sides = iter(heads_first)
         classes: Any = sys.modules[type(call.cache).__module__]
         self._cache = classes.DynamicCache()
-        for old in call.cache.layers:
-            layer = classes.DynamicLayer()
-            layer.keys, layer.values, layer.is_initialized = next(sides), next(sides), True
-            layer.dtype, layer.device = old.dtype, old.device
-            self._cache.layers.append(layer)
+        self._cache.layers = [classes.DynamicLayer() for _ in call.cache.layers]
+        for layer, old in zip(self._cache.layers, call.cache.layers if kv_len else (), strict=False):
+            with inference():
+                layer.keys, layer.values = (
+                    tokens(each, kv_len, HEADS_FIRST, each.shape[1], side=0, batch=call.batch, window=None)
+                    for each in (old.keys, old.values)
+                )
+            layer.is_initialized, layer.dtype, layer.device = True, old.dtype, old.device
         self.given = {name: value for name, value in call.given.items() if name != "attention_mask"}
         self.given |= {"past_key_values": self._cache} | ({} if mask is None else {"attention_mask": mask})
 
     @classmethod
-    def of(cls, call: Call) -> GrowingCall | None:
-        """That of a call on a static cache whose tokens are all those of a session; None of another call."""
-        if not is_held_static(call.cache) or call.device != "cpu" or torch.is_grad_enabled():
+    def of(cls, call: Call, *, is_traced: bool) -> GrowingCall | None:
+        """That of a call on a static cache; None of another call.
+
+        Args:
+            call: The call.
+            is_traced: Prompts on this device are graphs.
+        """
+        if not is_static(call.cache) or torch.is_grad_enabled() or not call.num_tokens:
+            return None
+        if call.device != "cpu" and (is_traced or call.first_handle is not None):
             return None
         layers = call.cache.layers
-        buffers = [side for layer in layers for side in (layer.keys, layer.values)]
-        with inference(), bare():
-            session = registry.find(buffers[0])
-        if session is None or session.batch != call.batch or len(buffers) != 2 * len(session.shapes):
+        lengths = {length_of(layer) for layer in layers}
+        if lengths == {0}:
+            kv_len, mine = 0, [layer.keys.shape[0] for layer in layers if layer.is_initialized]
+            fits = call.caches and set(mine) <= {call.batch}
+        else:
+            buffers = [side for layer in layers for side in (layer.keys, layer.values)]
+            is_held = all(isinstance(side, Handle) for side in buffers)
+            with inference(), bare():
+                session = registry.find(buffers[0]) if is_held else None
+            if session is None:
+                return None
+            kv_len = session.kv_len
+            has_all = len(buffers) == 2 * len(session.shapes) and session.batch == call.batch
+            fits = has_all and lengths == {kv_len} and are_intact(buffers)
+        total, mask = kv_len + call.num_tokens, call.mask
+        if not fits or min(layer.max_cache_len for layer in layers) < total or not call.has_served_mask:
             return None
-        kv_len = session.kv_len
-        total = kv_len + call.num_tokens
-        if (
-            {length_of(layer) for layer in layers} != {kv_len}
-            or not call.num_tokens
-            or not are_intact(buffers)
-        ):
-            return None
-        if min(side.shape[2] for side in buffers) < total or not call.has_served_mask:
-            return None
-        mask = call.mask
         if mask is not None and (mask.shape[-1] < total or (mask.dim() == 4 and _shows(mask[..., total:]))):
             return None
         return cls(call, kv_len, None if mask is None else _columns(call, mask, total))
@@ -95,14 +100,23 @@ class GrowingCall:
             CacheHandleError: If the call has given the cache pairs of another form.
         """
         sides = [side for layer in self._cache.layers for side in (layer.keys, layer.values)]
-        for side, buffer in zip(sides, self._buffers, strict=True):
+        with inference():
+            for layer, own in zip(self._cache.layers, self._static.layers, strict=True):
+                if not own.is_initialized:
+                    own.lazy_initialization(layer.keys, layer.values)
+        buffers = [side for layer in self._static.layers for side in (layer.keys, layer.values)]
+        for side, buffer in zip(sides, buffers, strict=True):
             if (side.shape[1], side.shape[3]) != (buffer.shape[1], buffer.shape[3]):
                 raise CacheHandleError(_OTHER_FORM)
         with inference():
             if not all(isinstance(side, Handle) for side in sides):
-                self._fill(sides)  # the graph was left alone: it gives numbers back
-            elif not are_held(self._buffers, sides):
-                put_handles(self._static, sides)
+                # Without a rewritten graph there are numbers: buffers are plain, with these tokens first.
+                whole = [torch.zeros(each.shape, dtype=each.dtype, device=each.device) for each in buffers]
+                for full, side in zip(whole, sides, strict=True):
+                    full[: side.shape[0], :, : side.shape[2]] = side
+                refill(buffers, whole)
+            elif not are_held(buffers, sides):
+                hold(buffers, sides, [Extent(each.shape[2], each.shape[0], HEADS_FIRST) for each in buffers])
         for layer in self._static.layers:
             with torch.inference_mode(layer.cumulative_length.is_inference()):
                 layer.cumulative_length.add_(self._num_tokens)
@@ -112,13 +126,6 @@ class GrowingCall:
             if value is self._cache:
                 out[name] = self._static
         return out
-
-    def _fill(self, sides: Sequence[torch.Tensor]) -> None:
-        """Make the buffers plain tensors again, with these tokens first."""
-        whole = [torch.zeros(each.shape, dtype=each.dtype, device=each.device) for each in self._buffers]
-        for full, side in zip(whole, sides, strict=True):
-            full[: side.shape[0], :, : side.shape[2]] = side
-        refill(self._buffers, whole)
 
 
 _OTHER_FORM = (

@@ -45,23 +45,15 @@ _LONGEST = 200  # characters of a value that is kept as it is
 # What no number depends on as long as nothing is trained: flags for that, and a module's hooks.
 _SILENT = {*vars(nn.Module()), "gradient_checkpointing"} - {"_modules", "_parameters", "_buffers"}
 # Entries of a config that no computed number depends on, or that the weights tell. Equal models may differ in them.
-_SILENT_IN_CONFIG = (
-    *(
-        "architectures",
-        "dtype",
-        "id2label",
-        "is_decoder",
-        "label2id",
-        "output_attentions",
-        "output_hidden_states",
-    ),
-    *("problem_type", "return_dict", "torch_dtype", "transformers_version", "use_cache"),
+_SILENT_IN_CONFIG = re.compile(
+    "architectures|(torch_)?dtype|id2label|label2id|is_decoder|output_(attentions|hidden_states)|problem_type"
+    "|return_dict|transformers_version|use_cache|_.*|.*(token_id|dropout).*"
 )
 
 
 def is_silent(entry: str) -> bool:
     """Whether no number that is computed depends on this entry of a config."""
-    return entry in _SILENT_IN_CONFIG or entry[:1] == "_" or "token_id" in entry or "dropout" in entry
+    return _SILENT_IN_CONFIG.fullmatch(entry) is not None
 
 
 # While Dynamo traces --------------------------------------------------------------------------------------------------
@@ -161,7 +153,7 @@ def _placed(scope: Any, steps: Sequence[Step]) -> _Place | None:
     for step in steps:
         if owner is not None:
             rest = (*rest, step)
-            if isinstance(step, str) and (step in _SILENT or "dropout" in step or step[:2] == "__"):
+            if isinstance(step, str) and (_is_training(step) or step[:2] == "__"):
                 return None
             if in_config and isinstance(step, str) and is_silent(step):
                 return None
@@ -190,10 +182,7 @@ def values_of(model: nn.Module) -> Values:
         told = {
             attribute: repr(value)
             for attribute, value in vars(owner).items()
-            if type(value) in (bool, float, str)
-            and attribute not in _SILENT
-            and attribute[:1] != "_"
-            and "dropout" not in attribute
+            if type(value) in (bool, float, str) and attribute[:1] != "_" and not _is_training(attribute)
         }
         if not owner._modules:
             told[""] = str(_told(owner))  # an activation has nothing but its class
@@ -202,17 +191,20 @@ def values_of(model: nn.Module) -> Values:
     return found
 
 
+def _is_training(attribute: str) -> bool:
+    """Whether no number depends on an attribute of a module as long as nothing is trained."""
+    return attribute in _SILENT or "dropout" in attribute
+
+
 def used_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and weights of a model that no graph has read yet, but for those of adapters that are not active."""
     unused: set[int] = set()
     for owner in filter(_is_adapter, cast(Any, model.modules())):
-        containers = [
-            getattr(owner, name) for name in type(owner).adapter_layer_names if hasattr(owner, name)
-        ]
         kept = _active(owner)
-        for key, part in (item for each in containers if hasattr(each, "items") for item in each.items()):
-            if key not in kept:
-                unused.update(map(id, part.parameters() if isinstance(part, nn.Module) else [part]))
+        for container in (getattr(owner, name, {}) for name in type(owner).adapter_layer_names):
+            for key, part in container.items() if hasattr(container, "items") else ():
+                if key not in kept:
+                    unused.update(map(id, part.parameters() if isinstance(part, nn.Module) else [part]))
     return ((name, weight) for name, weight in model.named_parameters() if id(weight) not in unused)
 
 
@@ -234,9 +226,8 @@ def _adapter_values(owner: Any) -> dict[str, str]:
     if not _is_adapter(owner):
         return {}
     names = ["_active_adapter", "_disable_adapters", "merged_adapters"]
-    scaling = getattr(owner, "scaling", {})
-    names += [f"scaling[{name!r}]" for name in _active(owner) if name in scaling]
-    return {name: str(_told(_at(owner, name))) for name in names if _at(owner, name) is not _NOTHING}
+    names += [f"scaling[{name!r}]" for name in _active(owner)]
+    return {name: str(_told(value)) for name in names if (value := _at(owner, name)) is not _NOTHING}
 
 
 def differing(model: nn.Module, values: Values) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -110,18 +110,12 @@ def _plain_generation(model: nn.Module) -> Iterator[None]:
     """Within it, `generate()` has no settings of the model's, such as several sequences, stops or a static cache."""
     from transformers import GenerationConfig
 
-    own = [
-        (each, each.generation_config)
-        for each in with_generators(model)
-        if hasattr(each, "generation_config")
-    ]
-    for each, _ in own:
-        each.generation_config = GenerationConfig()
-    try:
+    with ExitStack() as stack:
+        for each in with_generators(model):
+            if hasattr(each, "generation_config"):
+                stack.callback(setattr, each, "generation_config", each.generation_config)
+                each.generation_config = GenerationConfig()
         yield
-    finally:
-        for each, kept in own:
-            each.generation_config = kept
 
 
 def _answers(text: Any, batch_sizes: Sequence[int], turns: bool) -> Iterator[Answer]:

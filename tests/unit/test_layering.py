@@ -19,7 +19,7 @@ FOLDERS = {"specache_fx": "specache_fx", "passes": "specache_fx.passes", "runtim
 RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.cli",),
     ("specache_fx.cli_common",),
-    ("specache_fx.demo", "specache_fx.plan_report"),
+    ("specache_fx.demo",),
     ("specache_fx.examples",),
     ("specache_fx",),  # only its __init__
     ("specache_fx.entry_point",),
