@@ -140,7 +140,7 @@ def explain_command(
         made = AutoModelForCausalLM.from_config(config).eval()
         ids = torch.arange(tokens)[None] % text.vocab_size
         with torch.no_grad():
-            said = str(explain(made, input_ids=ids))
+            said = str(explain(made, input_ids=ids, min_new_tokens=4))  # random weights may end at once
     typer.echo(said)
 
 
