@@ -49,8 +49,11 @@ def lend(owner: object, device: torch.device, priority: int = COPIES) -> torch.c
 
 
 def _made(device: torch.device, priority: int) -> torch.cuda.Stream:
-    """A new stream; it lasts as long as the process."""
-    return torch.cuda.ExternalStream(cudart.create_stream(priority), device=device)
+    """A new stream, which lasts as long as the process; one of torch's where CUDA makes none."""
+    try:
+        return torch.cuda.ExternalStream(cudart.create_stream(priority), device=device)
+    except OSError:
+        return torch.cuda.Stream(device, priority)
 
 
 def synchronize(device: torch.device) -> None:

@@ -29,12 +29,19 @@ _SIGNATURES: dict[str, list[Any]] = {
 
 @functools.cache
 def library() -> Any:
-    """Its functions: those that torch calls itself, whatever other library is in the process. HIP's are the same."""
+    """Its functions: those that torch calls itself, whatever other library is in the process. HIP's are the same.
+
+    Raises:
+        OSError: If torch does not say where they are (a build that links them in).
+    """
     torchs = ctypes.CDLL(torch._C.__file__)
     prefix = "cuda" if torch.version.hip is None else "hip"
     found = types.SimpleNamespace()
     for name, kinds in _SIGNATURES.items():
-        function = torchs[prefix + name.removeprefix("cuda")]
+        try:
+            function = torchs[prefix + name.removeprefix("cuda")]
+        except AttributeError as error:
+            raise OSError(f"this torch has no {name}") from error
         function.argtypes, function.restype = kinds, ctypes.c_int
         setattr(found, name, function)
     return found

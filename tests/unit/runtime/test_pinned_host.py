@@ -50,6 +50,12 @@ def test_the_library_has_what_is_called():
     assert set(vars(cudart.library())) == set(cudart._SIGNATURES)
 
 
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has it")
+def test_a_torch_without_the_library_says_so():
+    with pytest.raises(OSError, match="this torch has no cuda"):
+        cudart.library()
+
+
 def test_pinned_blocks_take_what_was_asked_for_and_give_it_back_at_once(runtime):
     store = PinnedStore(None)
     sizes = [(3, 5, 1000), (1, 9, 4096)]

@@ -19,7 +19,7 @@ from support.zoo import build
 
 import specache_fx
 from specache_fx._log import forget_warnings
-from specache_fx.runtime import cuda_streams
+from specache_fx.runtime import cuda_streams, cudart
 from specache_fx.runtime.device_steps import DeviceSteps
 from specache_fx.runtime.host_cache import HostCache
 from specache_fx.runtime.metrics import Metrics
@@ -472,6 +472,25 @@ def test_a_forked_process_does_not_wait_for_its_parents_capture() -> None:
     assert os.waitpid(child, 0)[1] == 0
     done.set()
     thread.join()
+
+
+def test_a_stream_is_torchs_where_cuda_makes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pointers:
+        def cudaStreamCreateWithPriority(self, made: Any, flags: int, priority: int) -> int:
+            made._obj.value = 4096 - priority
+            assert flags == 1  # it waits for nothing on the default stream
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda pointer, device: ("made", pointer, device))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: ("torch's", device, priority))
+    monkeypatch.setattr(cudart, "library", Pointers)
+    assert cuda_streams._made(CUDA, cuda_streams.COMPUTES) == ("made", 4097, CUDA)
+
+    def missing() -> Any:
+        raise OSError("this torch has no cudaStreamCreateWithPriority")
+
+    monkeypatch.setattr(cudart, "library", missing)
+    assert cuda_streams._made(CUDA, cuda_streams.COMPUTES) == ("torch's", CUDA, cuda_streams.COMPUTES)
 
 
 def test_streams_are_lent_to_one_owner_at_a_time(world: World) -> None:
