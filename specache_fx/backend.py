@@ -240,7 +240,7 @@ class Backend:
 
         def make(has_past: bool) -> Growing:
             rewritten, plan = grow(traced, reads, has_past=has_past)
-            inner = graph_breaks.named(analyse(rewritten, config, plan.starts + plan.position_inputs), piece)
+            inner = graph_breaks.named(analyse(rewritten, config, plan.starts + plan.positions.inputs), piece)
             examples = [value_of(node) for node in placeholders(rewritten.graph)]  # newest ids are one more
             buffers = {buffer.input for buffer in plan.buffers}
             weights = {i: name for i, name in inner.weights.items() if i not in buffers}
@@ -255,9 +255,9 @@ class Backend:
                 unread = "its caches are written in place, and not all of them are read by attention"
                 raise LeaveAlone(unread, LEAVE)
             if plan.q_len != 1 and config.lowering == "inductor":  # fused, no mask is kept
-                assert isinstance(plan.shown, GraphModule)
-                roots = [value_of(node) for node in placeholders(plan.shown.graph)]
-                plan = replace(plan, shown=lower(plan.shown, roots, config.lowering))
+                roots = [value_of(node) for node in placeholders(plan.shown.graph.graph)]
+                lowered = lower(plan.shown.graph, roots, config.lowering)
+                plan = replace(plan, shown=plan.shown._replace(graph=lowered))
             return self._runner(rewritten, examples, inner, observe), plan
 
         def make_later(has_past: bool) -> Growing:
