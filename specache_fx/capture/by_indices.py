@@ -386,11 +386,11 @@ def _in_place(
     numbers = list(range(row, row + count))
     from_end = [number - whole.shape[2] for number in numbers]
     position = _found_by(known, behind, numbers, row, from_end)
+    position = _number_in(behind, row) if position is None else position
     end = None if reads_new or reads_all else _end(known, operand, found.num_rows)
-    if not (reads_new or reads_all or end is not None):
+    if position is None or not (reads_new or reads_all or end is not None):
         return None
-    # A number in an operator is the row of each run.
-    return Written(value, form, found.side, heads, False, *new, position or row, end, reads_new)
+    return Written(value, form, found.side, heads, False, *new, position, end, reads_new)
 
 
 def _rolled(
@@ -414,8 +414,11 @@ def _rolled(
     elif old is not None and held == window - 1 and torch.equal(kv[:, :, :held], old[:, :, 1:]):
         before = Tokens.FULL
     elif old is not None and kv.shape[2] > window and torch.equal(kv[:, :, :held], old[:, :, :held]):
-        before, position = Tokens.SOME, _found_by(known, ancestors([operand.node]), held) or held
+        before, nodes = Tokens.SOME, ancestors([operand.node])
+        position = _found_by(known, nodes, held) or _number_in(nodes, held)
     else:
+        return None
+    if position is None:
         return None
     made = Written(value, HEADS_FIRST, 0, kv.shape[1], False, *new, position)
     return dataclasses.replace(made, window=window, before=before)
@@ -432,6 +435,11 @@ def _found_by(known: dict[Node, Any], nodes: set[Node], *wanted: Any) -> Node | 
         if value in wanted:
             return node
     return None
+
+
+def _number_in(nodes: set[Node], number: int) -> int | None:
+    """A number that some operator is given, the same in each run; None where none is."""
+    return number if any(number in node.args for node in nodes) else None
 
 
 def _end(known: dict[Node, Any], operand: Operand, count: int) -> Any:
