@@ -385,7 +385,7 @@ def _in_place(
         return None
     numbers = list(range(row, row + count))
     from_end = [number - whole.shape[2] for number in numbers]
-    position = _found_by(known, behind, numbers, row, from_end)
+    position: Any = _found_by(known, behind, numbers, row, from_end)
     position = _number_in(behind, row) if position is None else position
     end = None if reads_new or reads_all else _end(known, operand, found.num_rows)
     if position is None or not (reads_new or reads_all or end is not None):
