@@ -9,31 +9,17 @@ time. Where the rule is another, or one block without a window has all queries, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.fx import GraphModule
 
+from specache_fx.runtime.graph_part import Part
 from specache_fx.runtime.masks import hides
 
 _OTHER, _CAUSAL, _BY_RULE = range(3)  # verdicts of a test
 _BLOCK = 512  # queries that share a piece of a mask
 _FEW = 128  # queries of a kv head
-
-
-@dataclass(frozen=True)
-class PromptMask:
-    """A mask as the model computes it.
-
-    Attributes:
-        graph: Computes it, `[batch or 1, 1, q_len, kv_len]` or without the first of these, in a tuple.
-        inputs: Positions of its inputs among Dynamo's.
-    """
-
-    graph: GraphModule
-    inputs: tuple[int, ...]
 
 
 def check_mask_rule(mask: torch.Tensor, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,11 +57,11 @@ class PromptMasks:
     """The masks of one prompt, or of tokens that follow a cache.
 
     Args:
-        masks: How they are computed.
+        masks: How each is computed, `[batch or 1, 1, q_len, kv_len]` or without the first of these.
         args: Dynamo's inputs.
     """
 
-    def __init__(self, masks: Sequence[PromptMask], args: Sequence[Any]) -> None:
+    def __init__(self, masks: Sequence[Part], args: Sequence[Any]) -> None:
         self._masks, self._args = masks, args
         self._verdicts: dict[int, int] = {}
         self._made: dict[int, torch.Tensor] = {}
@@ -89,8 +75,7 @@ class PromptMasks:
     def make(self, number: int) -> torch.Tensor:
         """A mask as the model has it."""
         if number not in self._made:
-            mask = self._masks[number]
-            (self._made[number],) = mask.graph.forward(*(self._args[i] for i in mask.inputs))
+            (self._made[number],) = self._masks[number](self._args)
         return self._made[number]
 
 

@@ -266,8 +266,8 @@ class _Compile:
         """The runner of calls with a past, or of those without, with caches that grow in place of buffers."""
         graph, plan = grow(graph, reads, has_past=has_past)
         if plan.q_len == 1:
-            count_as_growing(plan.positions)
-        program = self._analysed(graph, plan.starts + plan.position_inputs)
+            count_as_growing(plan.positions.graph)
+        program = self._analysed(graph, plan.starts + plan.positions.inputs)
         examples = [value_of(node) for node in placeholders(graph.graph)]  # newest ids are one more
         buffers = {buffer.input for buffer in plan.buffers}
         program = replace(
@@ -282,9 +282,9 @@ class _Compile:
                 "its caches are written in place, and not all of them are read by attention", LEAVE
             )
         if plan.q_len != 1 and self._config.lowering == "inductor":  # fused, no mask is kept
-            assert isinstance(plan.shown, GraphModule)
-            roots = [value_of(node) for node in placeholders(plan.shown.graph)]
-            plan = replace(plan, shown=lower(plan.shown, roots, self._config.lowering))
+            roots = [value_of(node) for node in placeholders(plan.shown.graph.graph)]
+            lowered = lower(plan.shown.graph, roots, self._config.lowering)
+            plan = replace(plan, shown=plan.shown._replace(graph=lowered))
         return runner_of(graph, examples, program, self._observe), plan
 
     def _report(self, program: Program) -> None:

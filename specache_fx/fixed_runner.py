@@ -84,8 +84,7 @@ class FixedCacheRunner:
     ) -> torch.Tensor | None:
         """Make sure that masks hide all rows behind the tokens; on a device `agrees` tells that too."""
         with inference():
-            given = [args[i] for i in plan.shown_inputs]
-            shown = list(plan.shown(torch.tensor(kv_len), *given))
+            shown = list(plan.shown(args, torch.tensor(kv_len)))
             if agrees is not None:
                 return (
                     agrees & ~torch.stack([each.to(agrees.device) for each in shown]).any()
@@ -105,7 +104,7 @@ class FixedCacheRunner:
         """The row of this call's first token, the number of tokens, and on a device whether that is so."""
         plan = self._plan
         q_len = size_in(plan.q_len, args)
-        values = list(plan.positions.forward(*(args[i] for i in plan.position_inputs)))
+        values = list(plan.positions(args))
         first_assert = len(values) - len(plan.asserts)
         first_end = first_assert - len(plan.ends)
         positions = [*(args[i] for i in plan.starts), *values[:first_end]]
@@ -190,8 +189,7 @@ class FixedCacheRunner:
         for buffer, tensor in zip(plan.buffers, buffers, strict=True):
             for i in buffer.outputs:
                 outs[i] = tensor
-        moved = plan.counted.forward(*(args[i] for i in plan.counted_inputs))
-        for place, value in zip(plan.counters, moved, strict=True):
+        for place, value in zip(plan.counters, plan.counted(args), strict=True):
             with torch.inference_mode(args[place].is_inference()):
                 args[place].copy_(value)
         return tuple(outs)

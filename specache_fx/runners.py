@@ -66,9 +66,8 @@ def assemble(
         outputs[i] = handles[slot]
     for i, value in plan.constants.items():
         outputs[i] = value
-    if plan.length_graph is not None:
-        lengths = plan.length_graph(*(args[i] for i in plan.length_inputs))
-        for i, value in zip(plan.lengths, lengths, strict=True):
+    if plan.length_part is not None:
+        for i, value in zip(plan.lengths, plan.length_part(args), strict=True):
             outputs[i] = value
     return tuple(outputs)
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from specache_fx.capture.by_indices import ById, Tokens, Written, with_nodes
+from specache_fx.capture.by_indices import ById, Tokens, Written
 from specache_fx.capture.cache_side import LeaveAlone, sdpa_instead
 from specache_fx.capture.cache_views import attentions_of, read_sides
 from specache_fx.capture.graph_edit import call, fake_mode_of, origin_of
@@ -56,15 +56,6 @@ class BufferRead:
     operands: list[Operand]
     sides: list[Written]
 
-    def copied(self, copies: dict[Node, Node]) -> BufferRead:
-        """The same attention in a copy of its graph."""
-
-        def copy(value: Any) -> Any:
-            return copies.get(value, value) if isinstance(value, Node) else value
-
-        both = ([with_nodes(each, copy) for each in records] for records in (self.operands, self.sides))
-        return BufferRead(copies[self.attention], *both)
-
 
 def buffer_reads(gm: GraphModule) -> list[BufferRead]:
     """The attentions of a graph over buffers that it writes this call's tokens into."""
@@ -90,7 +81,7 @@ def _writes_of(graph: Graph) -> dict[Node, Node | None]:
     """What is in each buffer that is written: an input, or a result that this call makes for an output."""
     writes: dict[Node, Node | None] = {}
     for out in graph.output_node().all_input_nodes:
-        if is_float(out, MOST_DIMS) and out.op != "placeholder":
+        if is_float(out, MOST_DIMS) and len(shape_of(out) or ()) > 2 and out.op != "placeholder":
             made = [
                 leaf for leaf in leaves_of([out]) if leaf.target in MADE and shape_of(leaf) == shape_of(out)
             ]

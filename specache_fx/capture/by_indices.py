@@ -27,7 +27,7 @@ from specache_fx.capture.graph_utils import (
     shape_of,
     value_of,
 )
-from specache_fx.capture.id_runs import ROOM, Operand, Part
+from specache_fx.capture.id_runs import ROOM, MovedPart, Operand
 from specache_fx.runtime.handle_form import (
     FOLDED,
     FORMS,
@@ -151,7 +151,7 @@ class ById:
             Of keys and of values; None where they are not made of caches by moves alone.
         """
 
-        def find(part: Part) -> list[Moved | None]:
+        def find(part: MovedPart) -> list[Moved | None]:
             def found_at(sizes: Sequence[tuple[Any, int]]) -> list[Moved | None]:
                 known = part.run(sizes)
                 caches = [each for each in part.related if each in known]
@@ -167,7 +167,7 @@ class ById:
             # Behind all numbers in the operators, where these may begin to move something else.
             return first if first == found_at([(size, part.most() + ROOM) for size in tokens]) else [None]
 
-        return self._find(Part(self._gm, operands, caches), find)
+        return self._find(MovedPart(self._gm, operands, caches), find)
 
     def written(
         self, operands: Sequence[Operand], writes: Mapping[Node, Node | None]
@@ -182,7 +182,7 @@ class ById:
             Of keys and of values; None where they are moved neither from buffers nor from what is written to these.
         """
 
-        def find(part: Part) -> list[Written | None]:
+        def find(part: MovedPart) -> list[Written | None]:
             def found_at(
                 start: int, step: int, before: Sequence[Written | None]
             ) -> tuple[list[Written | None], int]:
@@ -207,33 +207,36 @@ class ById:
                     sizes += [(_num_tokens(operand), ROOM + start + part.most()) for operand in operands]
                 first, last = found_at(start, step, [None] * len(operands))
                 if None not in first and (step > 0 or all(each.window for each in first if each)):
-                    again, _ = found_at(max(last, int(step < 0)), -step, first)
+                    again, _ = found_at(last if step > 0 else max(last + 1, 1), -step, first)
                     return first if again == first else [None]
             return [None]
 
-        found = self._find(Part(self._gm, operands, [*writes]), find, writes)
+        found = self._find(MovedPart(self._gm, operands, [*writes]), find, writes)
         return found and [dataclasses.replace(each, buffer=writes[each.tensor]) for each in found]
 
     def _find(
-        self, part: Part, find: Callable[[Part], list[Any]], writes: Mapping[Node, Node | None] | None = None
+        self,
+        part: MovedPart,
+        find: Callable[[MovedPart], list[Any]],
+        writes: Mapping[Node, Node | None] | None = None,
     ) -> Any:
         if not part.related:
             return None
         key = part.signature([writes[value] for value in part.related] if writes else ())
         if key not in self._seen:
             found = find(part)
-            self._seen[key] = None if None in found else [with_nodes(each, part.numbered) for each in found]
-        known = self._seen[key]
-        return None if known is None else [with_nodes(each, part.node) for each in known]
+            self._seen[key] = None if None in found else with_nodes(found, part.numbered)
+        return with_nodes(self._seen[key], part.node)
 
 
 def with_nodes(record: Any, change: Callable[[Any], Any]) -> Any:
-    """A record with other nodes in it: `change` takes each of its values."""
-    changed = {}
-    for field in dataclasses.fields(record):
-        value = getattr(record, field.name)
-        changed[field.name] = frozenset(map(change, value)) if isinstance(value, frozenset) else change(value)
-    return dataclasses.replace(record, **changed)
+    """A record, or several, with other nodes in it: `change` takes each of its values."""
+    if dataclasses.is_dataclass(record):
+        names = [field.name for field in dataclasses.fields(record)]
+        return type(record)(*(with_nodes(getattr(record, name), change) for name in names))  # type: ignore[misc]
+    if type(record) in (list, frozenset):
+        return type(record)(with_nodes(each, change) for each in record)
+    return change(record)
 
 
 def _candidates(
@@ -382,22 +385,22 @@ def _in_place(
         return None
     numbers = list(range(row, row + count))
     from_end = [number - whole.shape[2] for number in numbers]
-    position = _found_by(known, behind, numbers, row, from_end)
+    position: Any = _found_by(known, behind, numbers, row, from_end)
+    position = _number_in(behind, row) if position is None else position
     end = None if reads_new or reads_all else _end(known, operand, found.num_rows)
-    if not (reads_new or reads_all or end is not None):
+    if position is None or not (reads_new or reads_all or end is not None):
         return None
-    # A number in an operator is the row of each run.
-    return Written(value, form, found.side, heads, False, *new, position or row, end, reads_new)
+    return Written(value, form, found.side, heads, False, *new, position, end, reads_new)
 
 
 def _rolled(
     known: dict[Node, Any], operand: Operand, buffer: Node | None, value: Node, kv: torch.Tensor
 ) -> Written | None:
     """The newest of the tokens that attention reads, written over the whole of a buffer that has heads first."""
-    whole, window = known[value], (shape_of(value) or ())[2:3]
-    if whole.dim() != 4 or not isinstance(window[0], int) or kv.shape[2] < window[0]:
+    whole, old = known[value], known.get(buffer) if buffer else None
+    window = (shape_of(value) or ())[2]
+    if whole.dim() != 4 or not isinstance(window, int) or kv.shape[2] < window:
         return None
-    window, old = window[0], known.get(buffer) if buffer else None
     if not torch.equal(kv[:, :, -window:], whole) or (old is not None and old.shape != whole.shape):
         return None
     held = 0 if old is None else int(torch.isin(kv[0, 0, :, 0], old).sum())
@@ -410,9 +413,12 @@ def _rolled(
         before = Tokens.NONE
     elif old is not None and held == window - 1 and torch.equal(kv[:, :, :held], old[:, :, 1:]):
         before = Tokens.FULL
-    elif old is not None and held and torch.equal(kv[:, :, :held], old[:, :, :held]):
-        before, position = Tokens.SOME, _found_by(known, ancestors([operand.node]), held) or held
+    elif old is not None and kv.shape[2] > window and torch.equal(kv[:, :, :held], old[:, :, :held]):
+        before, nodes = Tokens.SOME, ancestors([operand.node])
+        position = _found_by(known, nodes, held) or _number_in(nodes, held)
     else:
+        return None
+    if position is None:
         return None
     made = Written(value, HEADS_FIRST, 0, kv.shape[1], False, *new, position)
     return dataclasses.replace(made, window=window, before=before)
@@ -421,12 +427,19 @@ def _rolled(
 def _found_by(known: dict[Node, Any], nodes: set[Node], *wanted: Any) -> Node | None:
     """The last of some nodes that is one of the wanted numbers, or a tensor of them; None where none is."""
     for node in reversed([node for node in known if node in nodes]):
-        value = known[node]
-        if isinstance(value, torch.Tensor) and value.dtype not in (torch.bool, torch.float64):
+        value, kept = known[node], value_of(node)
+        if isinstance(kept, torch.Tensor) and kept.dtype in (torch.int32, torch.int64):
             value = value.flatten().tolist()
-        if type(value) in (int, list) and value in wanted:
+        elif type(value) is not int:
+            continue
+        if value in wanted:
             return node
     return None
+
+
+def _number_in(nodes: set[Node], number: int) -> int | None:
+    """A number that some operator is given, the same in each run; None where none is."""
+    return number if any(number in node.args for node in nodes) else None
 
 
 def _end(known: dict[Node, Any], operand: Operand, count: int) -> Any:

@@ -28,10 +28,17 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from specache_fx.capture.buffer_masks import DATA, cut_to, is_narrow, shows_behind
-from specache_fx.capture.buffer_positions import REMEDY, asserts_of, counters_of, positions_of
 from specache_fx.capture.buffer_reads import BufferRead, cores_of, write
-from specache_fx.capture.buffers import Buffer, FixedCaches, Size
-from specache_fx.capture.by_indices import Tokens, Written
+from specache_fx.capture.buffers import (
+    REMEDY,
+    Buffer,
+    FixedCaches,
+    Size,
+    asserts_of,
+    counters_of,
+    positions_of,
+)
+from specache_fx.capture.by_indices import Tokens, Written, with_nodes
 from specache_fx.capture.cache_side import GROW, LEAVE, LeaveAlone
 from specache_fx.capture.cache_views import group_queries, heads_first_of
 from specache_fx.capture.graph_edit import (
@@ -56,7 +63,8 @@ from specache_fx.capture.graph_utils import (
 from specache_fx.capture.normalize_attention import SDPA
 from specache_fx.capture.program import AttentionCore
 from specache_fx.capture.trace import inline
-from specache_fx.runtime.handle_form import dims_of, is_laid_out, token_dim
+from specache_fx.runtime.graph_part import Part
+from specache_fx.runtime.handle_form import is_laid_out, token_dim
 
 _aten = torch.ops.aten
 _LENGTH = "specache_kv_len"  # of the past, a symbol that no input of Dynamo's has
@@ -79,7 +87,7 @@ def grow(gm: GraphModule, reads: Sequence[BufferRead], *, has_past: bool) -> tup
     """
     copies: dict[Node, Node] = {}
     gm = copy_graph(gm, copies)
-    rewrite = _Rewrite(gm, [read.copied(copies) for read in reads], has_past)
+    rewrite = _Rewrite(gm, with_nodes(list(reads), lambda each: copies.get(each, each)), has_past)
     try:
         return gm, rewrite.run()
     finally:
@@ -107,20 +115,21 @@ class _Rewrite:
         self._cores = cores_of(gm, reads, self._new_of)
 
     def run(self) -> FixedCaches:
-        shown, shown_inputs = self._shown()
+        shown = self._shown()
         sides: dict[_Key, Written] = {}
         for core, read in zip(self._cores, self._reads, strict=True):
             self._attention(core, read)
             for side in read.sides:
                 sides.setdefault(_key(side), side)
         written = [*sides.values()]
-        counters, counted, counted_inputs = counters_of(self._gm)
+        counters, counted = counters_of(self._gm)
         conditions, asserts = asserts_of(self._gm)
-        starts, positions, position_inputs = positions_of(self._gm, written, [*self._ends, *conditions])
+        starts, positions = positions_of(self._gm, written, [*self._ends, *conditions])
         moved = {side.buffer for side in written} | {self._inputs[place] for place in counters}
         for node in list(self._graph.nodes):
             if node.target is _aten.copy_.default and node.args[0] in moved:
                 self._graph.erase_node(node)
+        batch = (shape_of(self._new_of(written[0])) or ())[0]
         outputs: list[Any] = list(self._graph.output_node().args[0])  # type: ignore[arg-type]
         kept = {side.tensor for side in written}
         outs = [None if out in kept else out for out in outputs]
@@ -130,9 +139,8 @@ class _Rewrite:
         buffers = tuple(self._buffer(side, outputs) for side in written)
         finish(self._gm)
         return FixedCaches(
-            buffers, starts, positions, position_inputs, tuple(self._ends.values()), asserts,
-            counters, counted, counted_inputs,
-            tuple(self._cut), shown, shown_inputs, self._size_source(written[0].q_len), self._batch_of(written[0]),
+            buffers, starts, positions, tuple(self._ends.values()), asserts, counters, counted, tuple(self._cut), shown,
+            self._size_source(written[0].q_len), self._size_source(batch),
         )  # fmt: skip
 
     def _buffer(self, side: Written, outputs: Sequence[Any]) -> Buffer:
@@ -163,14 +171,15 @@ class _Rewrite:
         """Raise where something is left that reads a buffer."""
         left, grown = set(self._graph.nodes), set(self._grown.values())
         for side in written:
-            for node in (side.tensor, side.buffer):
+            both: tuple[Any, Any] = side.tensor, side.buffer
+            for node in both:
                 for user in node.users if node in left - grown else ():
                     if user not in grown and user.target is not _aten.sym_size.int:
                         raise LeaveAlone(
                             f"{described(user)} reads a cache of fixed length, which holds no numbers", REMEDY
                         )
 
-    def _shown(self) -> tuple[GraphModule, tuple[int, ...]]:
+    def _shown(self) -> Part:
         """`FixedCaches.shown`, before anything is edited."""
         masks = dict[Node, None]()
         for core in self._cores:
@@ -184,18 +193,19 @@ class _Rewrite:
                 " alone",
                 f"Compute it from these. Or {GROW}. {LEAVE}.",
             )
-        gm, taken = cut_out(self._gm, list(masks))
-        graph, output = gm.graph, gm.graph.output_node()
+        part = cut_out(self._gm, list(masks))
+        graph, output = part.graph.graph, part.graph.graph.output_node()
         with graph.inserting_before(next(iter(graph.nodes))):
             kv_len = graph.placeholder("kv_len")
         kv_len.meta["val"] = self._mode.from_tensor(torch.tensor(0))
         results = []
         with graph.inserting_before(output):
-            for mask in output.args[0]:  # type: ignore[union-attr]
+            for mask in output.args[0]:
                 assert isinstance(mask, Node)
                 results.append(inline(graph, shows_behind, (mask, kv_len), mask))
         output.args = (tuple(results),)
-        return finish(gm), taken
+        finish(part.graph)
+        return part
 
     def forget_guards(self) -> None:
         """Dynamo can't guard the past's length, which is no size of its inputs. `FixedCacheRunner` checks it."""
@@ -312,13 +322,6 @@ class _Rewrite:
         with self._mode, torch.no_grad():
             cut.meta["val"] = value_of(mask).new_empty((*dims[:-1], shape_of(keys)[2]))  # type: ignore[index]
         return cut
-
-    def _batch_of(self, side: Written) -> Size:
-        batch, rows = (shape_of(self._new[_key(side)]) or ())[0], dims_of(side.form).index(("batch",))
-        place = self._place.get(side.buffer)
-        if place is not None and same_sizes([(shape_of(side.tensor) or ())[rows]], [batch]):
-            return place, rows
-        return self._size_source(batch)
 
     def _size_source(self, size: Any) -> Size:
         if isinstance(size, int):

@@ -11,6 +11,7 @@ from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from specache_fx.capture.graph_utils import placeholders, value_of
 from specache_fx.capture.pieces import Piece
+from specache_fx.runtime.graph_part import Part
 
 _CONSTANT_NODES = 50  # a factor is computed in fewer
 
@@ -40,11 +41,11 @@ def extract(
     return Piece(nodes, tuple(inputs), tuple(results)).graph(gm)
 
 
-def cut_out(gm: GraphModule, results: list[Node]) -> tuple[GraphModule, tuple[int, ...]]:
-    """A graph of its own that computes `results`, and the positions of the inputs that it takes."""
+def cut_out(gm: GraphModule, results: list[Node]) -> Part:
+    """What computes `results` from Dynamo's inputs."""
     needed = ancestors(results)
     inputs = {i: node for i, node in enumerate(placeholders(gm.graph)) if node in needed}
-    return extract(gm, results, list(inputs.values())), tuple(inputs)
+    return Part(extract(gm, results, list(inputs.values())), tuple(inputs))
 
 
 def float_of(symbol: torch.SymFloat) -> float | None:

@@ -73,7 +73,7 @@ class _Number(NamedTuple):
     place: int
 
 
-class Part:
+class MovedPart:
     """The part of a graph between an attention's operands and what these are moved from.
 
     Attributes:
@@ -125,7 +125,7 @@ class Part:
             return str(node.target), text(args), size
 
         reads = [(self.numbered(each.node), each.transposed) for each in self._operands]
-        ends = [*map(self._places.get, (*self.related, *more))]  # type: ignore[arg-type]
+        ends = [*map(self._places.get, (*self.related, *more))]
         return str([*map(line, self.nodes), reads, ends])
 
     def most(self) -> int:

@@ -27,7 +27,7 @@ from specache_fx.capture.graph_utils import (
 )
 from specache_fx.capture.normalize_attention import SDPA
 from specache_fx.capture.program import AttentionSite
-from specache_fx.runtime.prompt_masks import PromptMask
+from specache_fx.runtime.graph_part import Part
 from specache_fx.runtime.sources import Sources
 from specache_fx.runtime.window_masks import WindowMasks
 
@@ -105,9 +105,9 @@ def _is_table(node: Node, positions: set[Node]) -> bool:
 
 def find_prompt_masks(
     gm: GraphModule, sites: Sequence[AttentionSite]
-) -> tuple[tuple[PromptMask, ...], dict[Node, int]]:
+) -> tuple[tuple[Part, ...], dict[Node, int]]:
     """Masks of a graph of several tokens that may follow a rule, and by attention's output the place of its mask."""
-    found: list[PromptMask] = []
+    found: list[Part] = []
     places: dict[tuple[Node, int | None], int] = {}
     rules: dict[Node, int] = {}
     # A mask computed from cached pairs can't be evaluated apart from the graph.
@@ -126,7 +126,7 @@ def find_prompt_masks(
             if weighs or any(map(draws_random_numbers, needed)) or needed & changed:
                 continue
             places[key] = len(found)
-            found.append(PromptMask(*cut_out(gm, [mask])))
+            found.append(cut_out(gm, [mask]))
         rules[site.core.node] = places[key]
     return tuple(found), rules
 

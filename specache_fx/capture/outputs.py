@@ -46,13 +46,11 @@ def plan_outputs(
             lengths.append(i)
         else:
             kept.append(i)
-    length_graph, length_inputs = cut_out(gm, [outs[i] for i in lengths]) if lengths else (None, ())
     plan = OutputPlan(
         handles=handles,
         kept=tuple(kept),
         lengths=tuple(lengths),
-        length_graph=length_graph,
-        length_inputs=length_inputs,
+        length_part=cut_out(gm, [outs[i] for i in lengths]) if lengths else None,
         constants=constants,
     )
     return plan, [outs[i] for i in kept]

@@ -9,12 +9,12 @@ from enum import Enum
 from typing import NamedTuple
 
 from torch._ops import OpOverload
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from specache_fx.capture.cache_side import Side
 from specache_fx.config import SpecacheConfig
 from specache_fx.runtime.expansion import Expansion
-from specache_fx.runtime.prompt_masks import PromptMask
+from specache_fx.runtime.graph_part import Part
 from specache_fx.runtime.sources import Prelude, Sources
 from specache_fx.runtime.window_masks import WindowMasks
 
@@ -149,16 +149,14 @@ class OutputPlan:
         kept: Output indices that the rewritten graph still computes, in its order.
         lengths: Output indices that are integers, or tensors that grow with the context and are computed from
             positions alone: computed apart from the decode graph.
-        length_graph: Computes them from `length_inputs`; None where there are none.
-        length_inputs: Positions of its inputs among Dynamo's.
+        length_part: Computes them; None where there are none.
         constants: Output indices that are plain values.
     """
 
     handles: dict[int, int]
     kept: tuple[int, ...]
     lengths: tuple[int, ...]
-    length_graph: GraphModule | None
-    length_inputs: tuple[int, ...]
+    length_part: Part | None
     constants: dict[int, object]
 
 
@@ -251,7 +249,7 @@ class Program:
     kv_lens: frozenset[int] = frozenset()
     token: int | None = None
     outputs: OutputPlan | None = None
-    prompt_masks: tuple[PromptMask, ...] = ()
+    prompt_masks: tuple[Part, ...] = ()
     rules: dict[Node, int] = field(default_factory=dict)
     decoding: Decoding | None = None
     fused: dict[int, OpOverload] = field(default_factory=dict)

@@ -88,6 +88,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
         "specache_fx.runtime.select",
         "specache_fx.runtime.masks",
         "specache_fx.runtime.handle_form",
+        "specache_fx.runtime.graph_part",
     ),
     ("specache_fx.runtime.openmp_spins",),
     ("specache_fx.runtime.native",),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specache_fx.runtime import prompt_masks
+from specache_fx.runtime.graph_part import Part
 from specache_fx.runtime.masks import hides
 
 OTHER, CAUSAL, BY_RULE = range(3)
@@ -92,8 +91,8 @@ def test_attention_by_the_rule_is_that_of_the_mask(
     mask = mask_of(q_len, window, real)
     verdict, told = prompt_masks.check_mask_rule(mask, window)
     made: list[Tensor] = []
-    whole = SimpleNamespace(forward=lambda mask: (made.append(mask), (mask,))[1])
-    masks = prompt_masks.PromptMasks([prompt_masks.PromptMask(whole, (0,))], [mask])  # type: ignore[arg-type]
+    whole = Part(lambda mask: (made.append(mask), (mask,))[1], (0,))
+    masks = prompt_masks.PromptMasks([whole], [mask])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prompt_masks, "_BLOCK", block)
         patch.setattr(prompt_masks, "_FEW", few)
@@ -120,9 +119,7 @@ def test_queries_of_a_group_follow_any_mask(
     key, value = torch.randn(2, 3, 2, 7, 8, generator=generator).unbind()
     monkeypatch.setattr(prompt_masks, "_BLOCK", block)
     monkeypatch.setattr(prompt_masks, "_reads_shared", lambda query: reads_shared)
-    masks = prompt_masks.PromptMasks(
-        [prompt_masks.PromptMask(torch.fx.symbolic_trace(lambda mask: (mask,)), (0,))], [mask]
-    )
+    masks = prompt_masks.PromptMasks([Part(torch.fx.symbolic_trace(lambda mask: (mask,)), (0,))], [mask])
     other = torch.tensor(OTHER)
     out = prompt_masks.attend(masks, query, key, value, other, torch.ones(7, dtype=torch.bool), 0, 0.3)
     repeated = (side.repeat_interleave(3, 1) for side in (key, value))
@@ -132,7 +129,7 @@ def test_queries_of_a_group_follow_any_mask(
 def test_another_mask_is_made_once_for_all_layers() -> None:
     graph = torch.fx.symbolic_trace(lambda x: (x > 0,))
     numbers = torch.randn(1, 1, 4, 4, generator=torch.Generator().manual_seed(0))
-    masks = prompt_masks.PromptMasks([prompt_masks.PromptMask(graph, (1,))], [None, numbers])
+    masks = prompt_masks.PromptMasks([Part(graph, (1,))], [None, numbers])
     sides = torch.randn(3, 1, 2, 4, 8, generator=torch.Generator().manual_seed(1)).unbind()
     verdict, real = prompt_masks.check_mask_rule(numbers > 0, None)
     outs = [prompt_masks.attend(masks, *sides, verdict, real, 0, 0.5) for _ in range(2)]
