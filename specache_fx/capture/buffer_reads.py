@@ -22,11 +22,12 @@ from specache_fx.capture.buffer_writes import Append, read_by
 from specache_fx.capture.cache_side import LeaveAlone, sdpa_instead
 from specache_fx.capture.graph_edit import call
 from specache_fx.capture.graph_slices import ancestors
-from specache_fx.capture.graph_utils import described, shape_of, target_name, value_of
-from specache_fx.capture.mask_rows import MaskRowBuilder, UnknownFormError
-from specache_fx.capture.normalize_attention import SDPA, from_sdpa, from_softmax
+from specache_fx.capture.graph_utils import described, same_sizes, shape_of, target_name, value_of
+from specache_fx.capture.mask_rows import CallsOnce, UnknownFormError
+from specache_fx.capture.normalize_attention import SDPA, from_sdpa
 from specache_fx.capture.program import AttentionCore
 from specache_fx.capture.random_numbers import dense
+from specache_fx.capture.run_form import from_softmax
 from specache_fx.capture.trace import inline
 
 _aten = torch.ops.aten
@@ -72,14 +73,14 @@ def readers_of(gm: GraphModule, found: Mapping[Node, Append]) -> list[Reader]:
     Raises:
         LeaveAlone: If the keys or the values alone are in a buffer, or its form isn't known.
     """
-    readers, rows = list[Reader](), MaskRowBuilder(newest=False)
+    readers, calls = list[Reader](), CallsOnce()
     for node in list(gm.graph.nodes):
         if node.target is SDPA:
-            core = from_sdpa(gm, node)
+            core = from_sdpa(gm, node, calls)
             if (sides := _sides(core, found)) is not None:
                 readers.append(Reader(core, *sides))
         elif reads_buffer(node, found):
-            readers.append(_spelt_out(gm, node, found, rows))
+            readers.append(_spelt_out(gm, node, found, calls))
     return readers
 
 
@@ -95,10 +96,10 @@ def _sides(
     return of_keys, of_values
 
 
-def _spelt_out(gm: GraphModule, softmax: Node, found: Mapping[Node, Append], rows: MaskRowBuilder) -> Reader:
+def _spelt_out(gm: GraphModule, softmax: Node, found: Mapping[Node, Append], calls: CallsOnce) -> Reader:
     outputs = {*gm.graph.output_node().all_input_nodes, *found}
     try:
-        core = from_softmax(gm, softmax, outputs, rows)
+        core = from_softmax(gm, softmax, outputs, calls, is_replaced=True)
     except UnknownFormError as error:
         raise LeaveAlone(
             f"an attention reads a cache of fixed length, and {error}", sdpa_instead(softmax)
@@ -133,11 +134,15 @@ def write(graph: Graph, reader: Reader, key: Node, value: Node, mask: Node | Non
     else:
         spelt = partial(dense, scale=core.scale, softcap=core.softcap)
         out = inline(graph, spelt, (core.query, key, value, mask, core.sinks), node)
-    if len(shape_of(node) or ()) == 3:
-        rows = shape_of(node)[1]  # type: ignore[index]  # heads may be among them
-        rows = rows if isinstance(rows, int) else call(graph, _aten.sym_size.int, (core.query, 2), node)
-        dims = [-1, rows, shape_of(out)[3]]  # type: ignore[index]
-        out = call(graph, _aten.reshape.default, (out, dims), node)
+    shape = shape_of(node) or ()
+    if not same_sizes(
+        shape, shape_of(out) or ()
+    ):  # heads may be in groups, among the rows, or one with the batch
+        dims = [
+            size if isinstance(size, int) else call(graph, _aten.sym_size.int, (core.query, 2), node)
+            for size in shape[1:]
+        ]
+        out = call(graph, _aten.reshape.default, (out, [-1, *dims]), node)
     return out
 
 

@@ -20,7 +20,7 @@ from specache_fx.capture.id_runs import Operand
 from specache_fx.capture.mask_rows import UnknownFormError
 from specache_fx.capture.normalize_attention import SDPA
 from specache_fx.capture.random_numbers import repeated
-from specache_fx.capture.run_form import path_of
+from specache_fx.capture.run_form import path_of, swapped_in
 from specache_fx.capture.trace import inline
 from specache_fx.runtime.handle_form import FOLDED, PAIR, dims_of, is_laid_out, order_of, sides_of
 
@@ -41,10 +41,11 @@ def attentions_of(gm: GraphModule) -> Iterator[tuple[Node, list[Operand]]]:
 
 def _spelt_out(softmax: Node) -> Iterator[tuple[Node, list[Operand]]]:
     try:
-        product: Any = path_of(softmax)[0]
+        path = path_of(softmax)
     except UnknownFormError:
         return
-    heads = _num_heads(softmax, product)
+    product: Any = path[0]
+    heads = _num_heads(softmax, product, swapped=softmax.args[0] in swapped_in(path))
     weighted = softmax
     while target_name(weighted) != "bmm":
         users = [user for user in real_users(weighted) if user.args and user.args[0] is weighted]
@@ -55,7 +56,7 @@ def _spelt_out(softmax: Node) -> Iterator[tuple[Node, list[Operand]]]:
     yield softmax, [keys, Operand(weighted.args[1], weighted, heads)]  # type: ignore[arg-type]
 
 
-def _num_heads(softmax: Node, product: Node) -> int | None:
+def _num_heads(softmax: Node, product: Node, *, swapped: bool) -> int | None:
     """Heads of a product's operands; None where they can't be told."""
     node: Any = softmax
     if len(shape_of(softmax) or ()) == 3:
@@ -69,7 +70,8 @@ def _num_heads(softmax: Node, product: Node) -> int | None:
         ):
             node = node.args[0]
     dims = shape_of(node) or ()
-    return dims[1] if len(dims) == 4 and isinstance(dims[1], int) else None
+    heads = dims[2 if swapped else 1] if len(dims) > 3 else None
+    return heads if isinstance(heads, int) else None
 
 
 def read_sides(

@@ -48,11 +48,13 @@ def extract(
     return make_module(gm, graph)
 
 
-def cut_out(gm: GraphModule, results: list[Node]) -> tuple[GraphModule, tuple[int, ...]]:
-    """A graph of its own that computes `results`, and the positions of the inputs that it takes."""
-    needed = ancestors(results)
+def cut_out(
+    gm: GraphModule, results: list[Node], effects: Sequence[Node] = ()
+) -> tuple[GraphModule, tuple[int, ...]]:
+    """A graph of its own, see `extract`, and the positions of the inputs that it takes."""
+    needed = ancestors([*results, *effects])
     inputs = {i: node for i, node in enumerate(placeholders(gm.graph)) if node in needed}
-    return extract(gm, results, list(inputs.values())), tuple(inputs)
+    return extract(gm, results, list(inputs.values()), effects), tuple(inputs)
 
 
 def float_of(symbol: torch.SymFloat) -> float | None:
