@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from specache_fx.capture.cache_side import LeaveAlone
 from specache_fx.capture.find_prelude import find_prelude
 from specache_fx.capture.find_sources import find_sources, find_token, fixed_sizes, kv_lens
-from specache_fx.capture.flex_attention import FLEX, as_sdpa, from_flex
+from specache_fx.capture.flex_attention import as_sdpa, from_flex, is_flex
 from specache_fx.capture.graph_edit import finish
 from specache_fx.capture.graph_slices import ancestors
 from specache_fx.capture.graph_utils import (
@@ -98,7 +98,7 @@ def attention_cores(gm: GraphModule) -> tuple[list[AttentionCore], dict[Node, st
         try:
             if node.target is SDPA:
                 cores.append(from_sdpa(gm, node, calls))
-            elif node.target is FLEX:
+            elif is_flex(node):
                 cores.append(from_flex(gm, node, outputs, calls))
             elif caches and node.target is torch.ops.aten._softmax.default:
                 cores.append(from_softmax(gm, node, outputs, calls))

@@ -47,6 +47,11 @@ _aten = torch.ops.aten
 _NO_BLOCKS = 1 << 30  # the block size of a mask that nobody gave
 
 
+def is_flex(node: Node) -> bool:
+    """Whether a node is the operator."""
+    return node.target is FLEX
+
+
 def from_flex(gm: GraphModule, flex: Node, outputs: set[Node], calls: CallsOnce) -> AttentionCore:
     """The attention that the operator computes. What it means is inserted before it.
 
@@ -109,12 +114,12 @@ def as_sdpa(gm: GraphModule, core: AttentionCore) -> AttentionCore:
 
 def with_masks_alone(gm: GraphModule) -> GraphModule:
     """A copy whose flex attentions are SDPA; the graph itself where it has none, or one that is more than that."""
-    flexes = [node for node in gm.graph.nodes if node.target is FLEX]
+    flexes = [node for node in gm.graph.nodes if is_flex(node)]
     if not flexes or any(_changes_scores(gm, node) for node in flexes):
         return gm
     copied, calls = copy_graph(gm), CallsOnce()
     try:
-        for node in [node for node in copied.graph.nodes if node.target is FLEX]:
+        for node in [node for node in copied.graph.nodes if is_flex(node)]:
             as_sdpa(copied, from_flex(copied, node, set(), calls))
     except LeaveAlone:
         return gm

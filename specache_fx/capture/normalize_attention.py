@@ -77,7 +77,8 @@ def _has_heads_as_rows(node: Node) -> bool:
 
 def _with_heads_apart(node: Node, calls: CallsOnce) -> tuple[Node, Node | None]:
     """Query and mask of such an attention as those of one token."""
-    query, mask = node.args[0], node.args[3]
+    args: Any = node.args
+    query, mask = args[0], args[3]
     _, kv_heads, groups, dim = shape_of(query) or ()
     if isinstance(mask, Node) and mask.target is _aten.expand.default:  # it may be a row, repeated
         source: Any = mask.args[0]

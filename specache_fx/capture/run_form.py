@@ -101,16 +101,7 @@ def from_softmax(
     for node in (*key_path, *value_path):  # handles have no numbers
         if (other := next((user for user in real_users(node) if user not in inner), None)) is not None:
             problem = f"{described(other)} reads its `{node.name}`", f"{LEAVE}."
-    sizes = shape_of(query) or ()
-    if len(sizes) == 3 and layout.groups is None:
-        query = calls.call(softmax, _aten.unflatten.int, query, 0, (-1, layout.num_heads))
-    elif len(sizes) == 5:
-        query = calls.call(softmax, _aten.flatten.using_ints, query, 1, 2)
-    elif sizes[1] != layout.num_heads:
-        tokens = 1 if layout.row is None else calls.size(softmax, softmax.all_input_nodes[0], layout.row)
-        query = calls.call(softmax, _aten.reshape.default, query, [-1, layout.num_heads, tokens, sizes[-1]])
-    for node in factors:
-        query = calls.call(softmax, node.target, query, node.args[1])
+    query = _query_of(query, factors, softmax, layout, calls)
     return AttentionCore(out, query, key, value, mask, *form, frozenset(inner), problem)
 
 
@@ -148,6 +139,21 @@ def _layout_of(softmax: Node, path: Sequence[Node], query: Node, key: Node) -> _
     # A single query of three dimensions is of all heads.
     heads = scores[1] if of_scores else queries[1] if len(queries) == 4 else kv_heads
     return _Layout(heads, -2, None, swapped)
+
+
+def _query_of(query: Node, factors: Sequence[Node], softmax: Node, layout: _Layout, calls: CallsOnce) -> Node:
+    """The queries `[batch, num_heads, q_len, key_dim]`, multiplied by numbers that are computed in the graph."""
+    sizes = shape_of(query) or ()
+    if len(sizes) == 3 and layout.groups is None:
+        query = calls.call(softmax, _aten.unflatten.int, query, 0, (-1, layout.num_heads))
+    elif len(sizes) == 5:
+        query = calls.call(softmax, _aten.flatten.using_ints, query, 1, 2)
+    elif len(sizes) == 3 or sizes[1] != layout.num_heads:
+        tokens = 1 if layout.row is None else calls.size(softmax, softmax.all_input_nodes[0], layout.row)
+        query = calls.call(softmax, _aten.reshape.default, query, [-1, layout.num_heads, tokens, sizes[-1]])
+    for node in factors:
+        query = calls.call(softmax, node.target, query, node.args[1])
+    return query
 
 
 def swapped_in(path: Sequence[Node]) -> set[Node]:
