@@ -37,7 +37,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from specache_fx.capture.graph_edit import add_placeholder, call
 from specache_fx.capture.graph_slices import eliminate_dead_code
-from specache_fx.capture.graph_utils import placeholders, shape_of, value_of
+from specache_fx.capture.graph_utils import placeholders, same_sizes, shape_of, value_of
 from specache_fx.capture.program import AttentionSite, Phase, Program
 from specache_fx.passes.base import Pass
 from specache_fx.runtime import ops  # noqa: F401  (registers torch.ops.specache)
@@ -91,7 +91,9 @@ def _bind_decode(graph: Graph, site: AttentionSite) -> None:
     with graph.inserting_before(core.node):
         args = (core.query, site.keys.new, site.values.new, core.scale, *more)
         out = call(graph, torch.ops.specache.attention.default, args, core.node)
-        if value.dim() == 3:  # batch and heads are one dimension; query heads may be rows
+        if not same_sizes(
+            value.shape, value_of(out).shape
+        ):  # batch and heads are one, or heads are rows or groups
             out = call(graph, _aten.reshape.default, (out, [-1, *value.shape[1:]]), core.node)
         if value.dtype != value_of(out).dtype:
             out = call(graph, _aten._to_copy.default, (out,), core.node, kwargs={"dtype": value.dtype})

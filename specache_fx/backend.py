@@ -24,7 +24,6 @@ from specache_fx.capture.flex_attention import with_masks_alone
 from specache_fx.capture.graph_edit import fake_mode_of
 from specache_fx.capture.graph_slices import mutated_inputs
 from specache_fx.capture.graph_utils import (
-    described,
     device_kind,
     placeholders,
     reads_shape_only,
@@ -33,7 +32,7 @@ from specache_fx.capture.graph_utils import (
 from specache_fx.capture.program import Phase, Program, Refusal, merged_messages
 from specache_fx.capture.subclasses import flatten
 from specache_fx.capture.trace import TraceError, trace
-from specache_fx.capture.unknown_forms import CACHE_SO, attention_behind
+from specache_fx.capture.unknown_forms import CACHE_SO, reader_of
 from specache_fx.config import SpecacheConfig
 from specache_fx.decode_runner import Decode
 from specache_fx.errors import ConfigError, SpecacheError, UnsupportedGraphError
@@ -54,18 +53,14 @@ logger = logging.getLogger(__name__)
 
 def _unread(gm: GraphModule, found: graph_breaks.Break | None) -> LeaveAlone:
     """Why caches that a graph writes in place are left alone, where it has no attention over them."""
-    reader = attention_behind(mutated_inputs(gm.graph))
-    read = (
-        "no attention reads them here"
-        if reader is None
-        else f"{described(reader)} reads them in another form"
-    )
     remedy = (
         f"{CACHE_SO}. Write each call's tokens at once. {LEAVE}."
         if found is None
         else f"{found}. {found.remedy}"
     )
-    return LeaveAlone(f"its caches are written in place, and {read}", remedy)
+    return LeaveAlone(
+        f"its caches are written in place, and {reader_of(mutated_inputs(gm.graph), 'them')}", remedy
+    )
 
 
 def check_names(config: SpecacheConfig) -> None:

@@ -1,6 +1,6 @@
 """From functional ATen to a `Program`: the graph in normal form, and all that is known of it.
 
-Attention and caches get one form first (`newest_tokens`, `heads_first`, `flex_attention`, `attention_cores`), which
+Attention and caches get one form first (`newest_tokens`, `heads_first`, `attention_cores`), which
 changes nothing that is computed. The rest of the analyses edit nothing. What they can't follow is a refusal, and the
 graph stays the model's.
 """
@@ -18,7 +18,9 @@ from torch.fx import GraphModule, Node
 from specache_fx.capture.cache_side import LeaveAlone
 from specache_fx.capture.find_prelude import find_prelude
 from specache_fx.capture.find_sources import find_sources, find_token, fixed_sizes, kv_lens
-from specache_fx.capture.flex_attention import flex_attention
+from specache_fx.capture.flex_attention import as_sdpa, from_flex, is_flex
+from specache_fx.capture.graph_edit import finish
+from specache_fx.capture.graph_slices import ancestors
 from specache_fx.capture.graph_utils import (
     is_float,
     is_static_input,
@@ -31,11 +33,13 @@ from specache_fx.capture.graph_utils import (
 from specache_fx.capture.heads_first import heads_first
 from specache_fx.capture.lanes import drawn_in, effect_of, kept_cache_of, single_lane
 from specache_fx.capture.mask_graphs import find_prompt_masks, find_window_masks, with_masks
+from specache_fx.capture.mask_rows import CallsOnce, UnknownFormError
 from specache_fx.capture.match_attention import match_attention, phase_of
 from specache_fx.capture.newest_tokens import NEWEST_OF, newest_tokens
-from specache_fx.capture.normalize_attention import attention_cores
+from specache_fx.capture.normalize_attention import SDPA, from_sdpa
 from specache_fx.capture.outputs import find_logits, plan_outputs
-from specache_fx.capture.program import AttentionSite, Decoding, Phase, Program, Refusal
+from specache_fx.capture.program import AttentionCore, AttentionSite, Decoding, Phase, Program, Refusal
+from specache_fx.capture.run_form import from_softmax
 from specache_fx.config import SpecacheConfig
 from specache_fx.progress import say_step
 from specache_fx.runtime.sources import Sources
@@ -56,10 +60,9 @@ def analyse(gm: GraphModule, config: SpecacheConfig, positions: Collection[int] 
     other_kv, newest = kv_inputs(gm), newest_tokens(gm)
     input_forms, output_forms = heads_first(gm)
     inputs = placeholders(gm.graph)
-    flex = flex_attention(gm)
     cores, unknown = attention_cores(gm)
-    sites, refusals = match_attention(gm, cores, unknown | flex.unknown, config)
-    sites = flex.settle(sites)
+    sites, refusals = match_attention(gm, cores, unknown, config)
+    sites = [replace(site, core=as_sdpa(gm, site.core)) for site in sites]
     program = Program(
         config,
         inputs=tuple(node.name for node in inputs),
@@ -85,6 +88,32 @@ def analyse(gm: GraphModule, config: SpecacheConfig, positions: Collection[int] 
         1e3 * (time.perf_counter() - start),
     )
     return program
+
+
+def attention_cores(gm: GraphModule) -> tuple[list[AttentionCore], dict[Node, str]]:
+    """The attentions of a graph in normal form, and the nodes around which none was found, with the reason."""
+    cores, unknown, calls = list[AttentionCore](), dict[Node, str](), CallsOnce()
+    outputs, own = set(gm.graph.output_node().all_input_nodes), list(gm.graph.nodes)
+    caches = any(len(shape_of(out) or ()) == 4 for out in outputs)
+    for node in own:
+        try:
+            if node.target is SDPA:
+                cores.append(from_sdpa(gm, node, calls))
+            elif is_flex(node):
+                cores.append(from_flex(gm, node, outputs, calls))
+            elif caches and node.target is torch.ops.aten._softmax.default:
+                cores.append(from_softmax(gm, node, outputs, calls))
+        except UnknownFormError as error:
+            unknown[node] = str(error)
+        except LeaveAlone as error:
+            unknown[node] = f"flex_attention can't be told as a mask or a bias there: {error}"
+    used = ancestors([*own, *(each for core in cores for each in (core.query, core.mask) if each)])
+    for node in reversed(gm.graph.nodes):
+        if node not in used:
+            gm.graph.erase_node(node)
+    if len(gm.graph.nodes) > len(own):
+        finish(gm)
+    return cores, unknown
 
 
 def _with_attention(

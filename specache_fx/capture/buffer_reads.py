@@ -25,13 +25,14 @@ from specache_fx.capture.cache_side import LeaveAlone, sdpa_instead
 from specache_fx.capture.cache_views import attentions_of, read_sides
 from specache_fx.capture.graph_edit import call, fake_mode_of, origin_of
 from specache_fx.capture.graph_slices import ancestors
-from specache_fx.capture.graph_utils import described, is_float, shape_of, target_name, value_of
+from specache_fx.capture.graph_utils import described, is_float, same_sizes, shape_of, target_name, value_of
 from specache_fx.capture.heads_first import is_known
 from specache_fx.capture.id_runs import MADE, Operand, leaves_of
-from specache_fx.capture.mask_rows import MaskRowBuilder, UnknownFormError
-from specache_fx.capture.normalize_attention import SDPA, from_sdpa, from_softmax
+from specache_fx.capture.mask_rows import CallsOnce, UnknownFormError
+from specache_fx.capture.normalize_attention import SDPA, from_sdpa
 from specache_fx.capture.program import AttentionCore
 from specache_fx.capture.random_numbers import dense
+from specache_fx.capture.run_form import from_softmax
 from specache_fx.capture.trace import inline
 from specache_fx.runtime.handle_form import MOST_DIMS
 
@@ -126,18 +127,18 @@ def cores_of(
     Raises:
         LeaveAlone: If the form of one isn't known, or another one is computed from the buffers.
     """
-    rows, known = MaskRowBuilder(newest=False), {read.attention: read for read in reads}
+    calls, known = CallsOnce(), {read.attention: read for read in reads}
     values = {side.tensor for read in reads for side in read.sides}
     ends = {node for node in gm.graph.nodes if node.target in _ENDS}
     cores = list[AttentionCore]()
     for node in list(gm.graph.nodes):
         if node.target is SDPA and node in known:
-            cores.append(from_sdpa(gm, node))
+            cores.append(from_sdpa(gm, node, calls))
         elif node in known:
-            cores.append(_spelt_out(gm, node, _with_sides(known[node], tokens_of), rows))
+            cores.append(_spelt_out(gm, node, _with_sides(known[node], tokens_of), calls))
         # Not what other attentions made of them: a softmax of another kind reads hidden states.
         elif node.target is _aten._softmax.default and values & ancestors([node], values | ends - {node}):
-            _spelt_out(gm, node, values, rows)
+            _spelt_out(gm, node, values, calls)
             raise LeaveAlone(
                 f"{described(node)} is computed from a cache of fixed length that is not its keys"
             )
@@ -156,7 +157,7 @@ def _with_sides(read: BufferRead, tokens_of: Callable[[Written], Node]) -> set[N
             value = value_of(new).new_empty((batch, heads, tokens, dim))
         node.meta = {**origin_of(operand.node), "val": value}
         sides.append(node)
-    read_sides(read.attention, read.operands, sides)
+    read_sides(read.attention, read.operands, sides, is_tiled=read.sides[0].is_tiled)
     return set(sides)
 
 
@@ -165,10 +166,10 @@ def _tokens_in_buffer(operand: torch.Tensor) -> torch.Tensor:
     raise AssertionError
 
 
-def _spelt_out(gm: GraphModule, softmax: Node, sides: set[Node], rows: MaskRowBuilder) -> AttentionCore:
+def _spelt_out(gm: GraphModule, softmax: Node, sides: set[Node], calls: CallsOnce) -> AttentionCore:
     outputs = {*gm.graph.output_node().all_input_nodes, *sides}
     try:
-        core = from_softmax(gm, softmax, outputs, rows)
+        core = from_softmax(gm, softmax, outputs, calls, is_replaced=True)
     except UnknownFormError as error:
         raise LeaveAlone(
             f"an attention reads a cache of fixed length, and {error}", sdpa_instead(softmax)
@@ -198,11 +199,15 @@ def write(graph: Graph, core: AttentionCore, key: Node, value: Node, mask: Node 
     else:
         spelt = partial(dense, scale=core.scale, softcap=core.softcap)
         out = inline(graph, spelt, (core.query, key, value, mask, core.sinks), node)
-    if len(shape_of(node) or ()) == 3:
-        rows = shape_of(node)[1]  # type: ignore[index]  # heads may be among them
-        rows = rows if isinstance(rows, int) else call(graph, _aten.sym_size.int, (core.query, 2), node)
-        dims = [-1, rows, shape_of(out)[3]]  # type: ignore[index]
-        out = call(graph, _aten.reshape.default, (out, dims), node)
+    shape = shape_of(node) or ()
+    if not same_sizes(
+        shape, shape_of(out) or ()
+    ):  # heads may be in groups, among the rows, or one with the batch
+        dims = [
+            size if isinstance(size, int) else call(graph, _aten.sym_size.int, (core.query, 2), node)
+            for size in shape[1:]
+        ]
+        out = call(graph, _aten.reshape.default, (out, [-1, *dims]), node)
     return out
 
 

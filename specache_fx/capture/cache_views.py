@@ -15,7 +15,14 @@ from torch.fx import Graph, GraphModule, Node
 
 from specache_fx.capture.graph_edit import add_placeholder, call
 from specache_fx.capture.graph_slices import ancestors
-from specache_fx.capture.graph_utils import real_users, same_sizes, shape_of, target_name, value_of
+from specache_fx.capture.graph_utils import (
+    is_pointwise,
+    real_users,
+    same_sizes,
+    shape_of,
+    target_name,
+    value_of,
+)
 from specache_fx.capture.id_runs import Operand
 from specache_fx.capture.mask_rows import UnknownFormError
 from specache_fx.capture.normalize_attention import SDPA
@@ -36,6 +43,7 @@ _STEPS = {
     "select": _aten.select.int, "unflatten": _aten.unflatten.int, "flatten": _aten.flatten.using_ints,
     "transpose": _aten.transpose.int, "permute": _aten.permute.default,
 }  # fmt: skip
+_SAME_HEADS = {"_softmax", "reshape", "clone", "_to_copy"}
 
 
 def attentions_of(gm: GraphModule) -> Iterator[tuple[Node, list[Operand]]]:
@@ -73,7 +81,7 @@ def read_sides(
         attention: An SDPA, or the softmax of spelt-out attention.
         operands: Its keys and values.
         sides: Those that it is to read.
-        is_tiled: Heads of these are repeated one after the other. The queries of an SDPA are put into groups.
+        is_tiled: Heads of these are repeated one after the other: the queries are put into groups.
     """
     graph = attention.graph
     if attention.target is SDPA:
@@ -85,6 +93,52 @@ def read_sides(
         with graph.inserting_before(operand.reader):
             spelt = inline(graph, partial(_as_operand, operand=operand), (side,), operand.node)
         operand.reader.args = (operand.reader.args[0], spelt, *operand.reader.args[2:])
+    if is_tiled:
+        keys, values = operands
+        _group_rows(keys, values, sides[0])
+
+
+def may_be_regrouped(attention: Node) -> bool:
+    """Whether query heads may change places: all between the products of spelt-out attention treats them the same."""
+    if attention.target is SDPA:
+        return True
+    product, *path = path_of(attention)
+    inside, node = [*path], attention
+    while target_name(node) != "bmm":
+        inside.append(node)
+        node = next(user for user in real_users(node) if user.args and user.args[0] is node)
+    heads = (shape_of(attention) or ())[1:2]
+    whole = len(shape_of(attention) or ()) == 4 and isinstance(heads[0], int)
+
+    def keeps_heads(node: Node) -> bool:
+        dims, rows = shape_of(node) or (), (shape_of(product) or ())[:1]
+        apart = (
+            same_sizes(dims[1:2], heads) if len(dims) == 4 else len(dims) == 3 and same_sizes(dims[:1], rows)
+        )
+        return apart and (is_pointwise(node) or target_name(node) in _SAME_HEADS)
+
+    read = {arg for each in inside for arg in each.all_input_nodes} - {product, *inside}
+    dims_read = [shape_of(arg) or () for arg in read]
+    of_all = all(len(dims) < 3 or (len(dims) == 4 and same_sizes(dims[1:2], (1,))) for dims in dims_read)
+    return whole and of_all and all(map(keeps_heads, inside))
+
+
+def _group_rows(keys: Operand, values: Operand, side: Node) -> None:
+    """Have the query heads of two products that read the same KV head follow each other, but in the result."""
+    batch, num_kv_heads = (shape_of(side) or ())[:2]
+    groups = int((shape_of(keys.node) or ())[0] // (batch * num_kv_heads))
+
+    def turned(rows: torch.Tensor, sizes: tuple[int, int]) -> torch.Tensor:
+        return rows.unflatten(0, (-1, *sizes)).transpose(1, 2).flatten(0, 2)
+
+    product, weighted = keys.reader, values.reader
+    graph, (query, *rest) = product.graph, product.args
+    with graph.inserting_before(product):
+        query = inline(graph, partial(turned, sizes=(groups, num_kv_heads)), (query,), product)
+    product.args = (query, *rest)
+    with graph.inserting_before(weighted.next):
+        out = inline(graph, partial(turned, sizes=(num_kv_heads, groups)), (weighted,), weighted)
+    weighted.replace_all_uses_with(out, delete_user_cb=lambda user: user not in ancestors([out]))
 
 
 def group_queries(attention: Node, num_kv_heads: int) -> None:

@@ -9,7 +9,7 @@ a later token can make fail. The rest of the graph has static shapes, and takes 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -18,6 +18,7 @@ from specache_fx.capture.cache_side import LEAVE, LeaveAlone
 from specache_fx.capture.graph_edit import finish
 from specache_fx.capture.graph_slices import (
     ancestors,
+    cut_out,
     draws_random_numbers,
     extract,
     has_effect,
@@ -72,20 +73,16 @@ def find_prelude(
             " every length would be a graph of its own",
             "Make it a tensor, of position_ids or a mask.",
         )
-    items = (node for node in data if target_name(node) == "_local_scalar_dense")
-    if (item := next(items, None)) is not None:
+    item = next((node for node in data if target_name(node) == "_local_scalar_dense"), None)
+    if item is not None:
+        what, each = "makes a Python number of the model's data", "number"
+        remedy = "Keep it a tensor."
         grapharg = item.all_input_nodes[0].meta.get("grapharg")
         if getattr(grapharg, "pass_arg_as_tensor", False):  # so Dynamo passes floats
-            raise LeaveAlone(
-                f"{described(item)} computes with a float among the arguments of the compiled code, so that every float"
-                " would be a graph of its own",
-                f"Keep it as an attribute of the module, or compile without dynamic=True. {LEAVE}.",
-            )
-        raise LeaveAlone(
-            f"{described(item)} makes a Python number of the model's data, so that every number would be a graph of its"
-            " own",
-            f"Keep it a tensor. {LEAVE}.",
-        )
+            what, each = "computes with a float among the arguments of the compiled code", "float"
+            remedy = "Keep it as an attribute of the module, or compile without dynamic=True."
+        reason = f"{described(item)} {what}, so that every {each} would be a graph of its own"
+        raise LeaveAlone(reason, f"{remedy} {LEAVE}.")
     outside = ancestors(node for node in inside if _runs_outside(node)) & inside.keys()
     boundary = [
         node
@@ -95,7 +92,11 @@ def find_prelude(
         and (node in kept or any(user not in outside for user in readers.get(node, ())))
     ]
     asserts = [node for node in gm.graph.nodes if node not in data and _asserts(node)]
-    prelude = _cut(gm, boundary, asserts, outside, sources) if boundary or asserts else None
+    if not boundary and not asserts:
+        return Cut(None, (), ())
+    plain, taken = cut_out(gm, boundary, asserts)
+    results, inputs = list(plain.graph.output_node().all_input_nodes), placeholders(plain.graph)
+    prelude = Prelude(plain, _clamp_embeddings(extract(plain, results, inputs)), taken, sources)
     return Cut(prelude, tuple(boundary), tuple(asserts))
 
 
@@ -162,34 +163,6 @@ def _origins(graph: Graph, sources: Sources) -> tuple[set[Node], set[Node]]:
         if any(arg in data for arg in inputs) or draws_random_numbers(node):
             data.add(node)
     return positional, data
-
-
-def _cut(
-    gm: GraphModule,
-    boundary: list[Node],
-    asserts: Sequence[Node],
-    inside: Collection[Node],
-    sources: Sources,
-) -> Prelude:
-    inputs = placeholders(gm.graph)
-    needed = [
-        i
-        for i, node in enumerate(inputs)
-        if node in inside or is_static_input(node) or is_integer(node) or i in sources.shapes
-    ]
-    plain = extract(gm, boundary, [inputs[i] for i in needed], asserts)
-    for node in placeholders(plain.graph):
-        if not node.users:
-            plain.graph.erase_node(node)
-    finish(plain)
-    results = list(plain.graph.output_node().all_input_nodes)
-    names = {node.name for node in placeholders(plain.graph)}
-    return Prelude(
-        graph=plain,
-        graph_ahead=_clamp_embeddings(extract(plain, results, placeholders(plain.graph))),
-        inputs=tuple(i for i in needed if inputs[i].name in names),
-        sources=sources,
-    )
 
 
 def _clamp_embeddings(gm: GraphModule) -> GraphModule:

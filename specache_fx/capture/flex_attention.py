@@ -1,22 +1,22 @@
-"""`flex_attention`: the higher-order operator as plain attention, for as long as the analyses look at it.
+"""`flex_attention`, the higher-order operator, in the normal form of an attention.
 
     out = flex_attention(q, k, v, score_mod, (..., mask_mod), scale)[0]
-        -> out = sdpa(q, k, v, mask, 0.0, False, scale, True)               # score_mod changes nothing
+        -> AttentionCore(out, q, k, v, mask, scale)                         # score_mod changes nothing
         -> s = score_mod(q @ k^T * scale, b, h, i, j)                       # in float32
-           out = softmax(where(mask, s, -inf)) @ v
+           softmax(where(mask, s, -inf)) @ v                                # read and proved: `run_form.py`
 
 `mask` is `mask_mod(b, h, i, j)`. A list of blocks says no more than the `mask_mod` that it was
 made from. Without a `mask_mod` it says more, and the attention stays.
 
-`Flex.settle` puts the operator back where no analysis could use its meaning. It does so in a prompt whose scores are
-changed too: the operator keeps no scores in memory. What can't be told plainly is in `Flex.unknown`, with the reason.
+The operator stays in the graph until its attention is rewritten. With a mask alone it becomes SDPA then, whose prompts
+know rules of masks. With a `score_mod` it stays in prompts: it keeps no scores in memory.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,8 +26,8 @@ from torch._higher_order_ops.flex_attention import flex_attention as FLEX
 from torch.fx import GraphModule, Node
 
 from specache_fx.capture.cache_side import LeaveAlone
-from specache_fx.capture.graph_edit import copy_graph, finish
-from specache_fx.capture.graph_slices import draws_random_numbers
+from specache_fx.capture.graph_edit import call, copy_graph, finish
+from specache_fx.capture.graph_slices import constant_of, draws_random_numbers
 from specache_fx.capture.graph_utils import (
     described,
     is_pointwise,
@@ -36,100 +36,94 @@ from specache_fx.capture.graph_utils import (
     shape_of,
     value_of,
 )
-from specache_fx.capture.mask_rows import MaskRowBuilder
+from specache_fx.capture.mask_rows import CallsOnce
 from specache_fx.capture.normalize_attention import SDPA
-from specache_fx.capture.program import AttentionSite
+from specache_fx.capture.program import AttentionCore
 from specache_fx.capture.random_numbers import repeated
+from specache_fx.capture.run_form import from_softmax
 from specache_fx.capture.trace import inline
 
 _aten = torch.ops.aten
 _NO_BLOCKS = 1 << 30  # the block size of a mask that nobody gave
 
 
-@dataclass
-class Flex:
-    """The flex attentions of a graph.
+def is_flex(node: Node) -> bool:
+    """Whether a node is the operator."""
+    return node.target is FLEX
 
-    Attributes:
-        own: Name, arguments and notes of the operator, by the node that has its meaning.
-        unknown: Those that stay, with the reason.
+
+def from_flex(gm: GraphModule, flex: Node, outputs: set[Node], calls: CallsOnce) -> AttentionCore:
+    """The attention that the operator computes. What it means is inserted before it.
+
+    Args:
+        gm: The graph.
+        flex: The operator.
+        outputs: See `from_softmax`.
+        calls: See `from_softmax`.
+
+    Raises:
+        UnknownFormError: If its `score_mod` has no normal form.
+        LeaveAlone: If its mods can't be followed.
     """
-
-    own: dict[Node, tuple[str, tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
-    unknown: dict[Node, str] = field(default_factory=dict)
-
-    def settle(self, sites: Sequence[AttentionSite]) -> list[AttentionSite]:
-        """Put operators back: those of no site, and those of several tokens whose scores are changed."""
-        replaced = {site.core.node for site in sites if site.core.node.target is SDPA or _is_decoded(site)}
-        back = {node: self._put_back(node) for node in self.own if node not in replaced}
-        return [
-            replace(site, core=replace(site.core, node=out, inner=frozenset({out, *out.all_input_nodes})))
-            if (out := back.get(site.core.node)) is not None
-            else site
-            for site in sites
-        ]
-
-    def _put_back(self, node: Node) -> Node:
-        name, args, meta = self.own[node]
-        with node.graph.inserting_before(node):
-            whole = node.graph.create_node("call_function", FLEX, args, name=name)
-            out = node.graph.call_function(operator.getitem, (whole, 0))
-        whole.meta, out.meta = dict(meta), dict(node.meta)
-        node.replace_all_uses_with(out)
-        return out
-
-
-def _is_decoded(site: AttentionSite) -> bool:
-    return site.keys.past is not None and same_sizes((shape_of(site.core.query) or ())[2:3], (1,))
-
-
-def flex_attention(gm: GraphModule) -> Flex:
-    """Replace each flex attention by what it means, in place."""
-    found, rows = Flex(), MaskRowBuilder()
-    for node in [node for node in gm.graph.nodes if node.target is FLEX]:
-        try:
-            meaning = _meaning(gm, node, rows)
-        except LeaveAlone as error:
-            found.unknown[node] = f"flex_attention can't be told as a mask or a bias there: {error}"
-            continue
-        meaning._rename(f"{node.name}_plain")
-        found.own[meaning] = node.name, node.args, node.meta
-        for user in list(node.users):
-            user.replace_all_uses_with(meaning)
-            gm.graph.erase_node(user)
-        gm.graph.erase_node(node)
-    if found.own:
-        finish(gm)
-    return found
-
-
-def with_masks_alone(gm: GraphModule) -> GraphModule:
-    """A copy whose flex attentions are SDPA; the graph itself where it has none, or one that is more than that."""
-    if not any(node.target is FLEX for node in gm.graph.nodes):
-        return gm
-    copied = copy_graph(gm)
-    found = flex_attention(copied)
-    return gm if found.unknown or any(node.target is not SDPA for node in found.own) else copied
-
-
-def _meaning(gm: GraphModule, flex: Node, rows: MaskRowBuilder) -> Node:
-    """The output of an attention, computed before it."""
     given: Any = flex.args
     query, key, value, score_mod, _, scale, _, score_reads, _ = given
     if any(user.args[1] != 0 and user.users for user in flex.users):
         raise LeaveAlone("its log-sum-exp or its largest scores are read")
     if not same_sizes((shape_of(query) or ())[:1], (shape_of(key) or ())[:1]):
         raise LeaveAlone("its queries and its keys are of other batches")
-    mods = Mods(gm, flex, rows)
+    if (scale := constant_of(gm, scale)) is None:
+        raise LeaveAlone("its scale is computed in the graph")
+    mods = Mods(gm, flex, calls)
     mask = _mask(mods, flex)
-    score_graph = getattr(gm, score_mod.target).graph
-    if score_graph.output_node().args[0] is next(iter(score_graph.nodes)):  # the score as it came
-        return mods.call(SDPA, query, key, value, mask, 0.0, False, scale, True)
+    out = next(user for user in flex.users if user.target is operator.getitem and user.args[1] == 0)
+    inner = frozenset({flex, out})
+    if not _changes_scores(gm, flex):
+        return AttentionCore(out, query, key, value, mask, scale, inner=inner)
     with gm.graph.inserting_before(flex):
         scores = inline(gm.graph, partial(_scores, scale=scale), (query, key), flex)
     scores = mods.run(score_mod, score_reads, [scores])
     with gm.graph.inserting_before(flex):
-        return inline(gm.graph, _weighted_values, (scores, mask, value), flex)
+        softmax = inline(gm.graph, _weighted_values, (scores, mask, value), flex)
+    while softmax.target is not _aten._softmax.default:
+        softmax = softmax.all_input_nodes[0]
+    core = from_softmax(gm, softmax, outputs, calls)
+    return replace(core, node=out, key=key, value=value, inner=inner)
+
+
+def _changes_scores(gm: GraphModule, flex: Node) -> bool:
+    """Whether its `score_mod` returns more than the score as it came."""
+    score_mod: Any = flex.args[3]
+    graph = getattr(gm, score_mod.target).graph
+    return graph.output_node().args[0] is not next(iter(graph.nodes))
+
+
+def as_sdpa(gm: GraphModule, core: AttentionCore) -> AttentionCore:
+    """An attention of `from_flex` with a mask alone by SDPA, in place; others as they are."""
+    flex: Any = core.node.args[0] if core.node.target is operator.getitem else core.node
+    if flex.target is not FLEX or _changes_scores(gm, flex):
+        return core
+    args = (core.query, core.key, core.value, core.mask, 0.0, False, core.scale, True)
+    with gm.graph.inserting_before(flex):
+        out = call(gm.graph, SDPA, args, flex)
+    core.node.replace_all_uses_with(out)
+    for user in list(flex.users):
+        gm.graph.erase_node(user)
+    gm.graph.erase_node(flex)
+    return replace(core, node=out, inner=frozenset({out}))
+
+
+def with_masks_alone(gm: GraphModule) -> GraphModule:
+    """A copy whose flex attentions are SDPA; the graph itself where it has none, or one that is more than that."""
+    flexes = [node for node in gm.graph.nodes if is_flex(node)]
+    if not flexes or any(_changes_scores(gm, node) for node in flexes):
+        return gm
+    copied, calls = copy_graph(gm), CallsOnce()
+    try:
+        for node in [node for node in copied.graph.nodes if is_flex(node)]:
+            as_sdpa(copied, from_flex(copied, node, set(), calls))
+    except LeaveAlone:
+        return gm
+    return finish(copied)
 
 
 def _scores(query: Tensor, key: Tensor, *, scale: float) -> Tensor:
@@ -170,14 +164,14 @@ class Mods:
     Args:
         gm: The graph.
         flex: The attention.
-        rows: Calls that others have made already.
+        calls: Calls that others have made already.
     """
 
-    def __init__(self, gm: GraphModule, flex: Node, rows: MaskRowBuilder) -> None:
-        self._gm, self._flex, self._rows = gm, flex, rows
+    def __init__(self, gm: GraphModule, flex: Node, calls: CallsOnce) -> None:
+        self._gm, self._flex, self._calls = gm, flex, calls
         given: Any = flex.args
         query, key, *_ = given
-        sizes = [rows.size(flex, side, dim) for side, dim in ((query, 0), (query, 1), (query, 2), (key, 2))]
+        sizes = [calls.size(flex, side, dim) for side, dim in ((query, 0), (query, 1), (query, 2), (key, 2))]
         device = value_of(query).device
         self._places = []
         for dim, size in enumerate(sizes):
@@ -187,7 +181,7 @@ class Mods:
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         """The result of a call before the attention."""
-        return self._rows.call(self._flex, target, *args, **kwargs)
+        return self._calls.call(self._flex, target, *args, **kwargs)
 
     def run(self, mod: Any, reads: Sequence[Any], scores: Sequence[Node] = ()) -> Node:
         """The result of a mod.

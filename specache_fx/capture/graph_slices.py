@@ -41,11 +41,11 @@ def extract(
     return Piece(nodes, tuple(inputs), tuple(results)).graph(gm)
 
 
-def cut_out(gm: GraphModule, results: list[Node]) -> Part:
-    """What computes `results` from Dynamo's inputs."""
-    needed = ancestors(results)
+def cut_out(gm: GraphModule, results: list[Node], effects: Sequence[Node] = ()) -> Part:
+    """What computes `results` from Dynamo's inputs; see `extract`."""
+    needed = ancestors([*results, *effects])
     inputs = {i: node for i, node in enumerate(placeholders(gm.graph)) if node in needed}
-    return Part(extract(gm, results, list(inputs.values())), tuple(inputs))
+    return Part(extract(gm, results, list(inputs.values()), effects), tuple(inputs))
 
 
 def float_of(symbol: torch.SymFloat) -> float | None:

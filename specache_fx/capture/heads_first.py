@@ -32,6 +32,7 @@ from specache_fx.capture.cache_views import (
     as_in_model,
     attentions_of,
     heads_first_of,
+    may_be_regrouped,
     read_sides,
     read_sizes,
     sides_in,
@@ -41,7 +42,6 @@ from specache_fx.capture.graph_slices import ancestors, eliminate_dead_code
 from specache_fx.capture.graph_utils import is_float, newest, placeholders, shape_of
 from specache_fx.capture.id_runs import Operand
 from specache_fx.capture.mask_rows import UnknownFormError
-from specache_fx.capture.normalize_attention import SDPA
 from specache_fx.capture.program import CacheForm
 from specache_fx.capture.run_form import side_of_product
 from specache_fx.runtime.handle_form import HEADS_FIRST, MOST_DIMS, PAIR, num_sides
@@ -87,7 +87,7 @@ def _is_plain(operand: Operand, outputs: set[Node]) -> bool:
 def is_known(attention: Node, found: Sequence[Moved] | Sequence[Written]) -> bool:
     """Whether an attention reads keys and values apart, or of a pair, keys first; and heads of both in one order."""
     keys, values = found
-    if keys.is_tiled != values.is_tiled or (keys.is_tiled and attention.target is not SDPA):
+    if keys.is_tiled != values.is_tiled or (keys.is_tiled and not may_be_regrouped(attention)):
         return False
     paired = PAIR in keys.form or PAIR in values.form
     sides = (keys.side, values.side) == (0, 1) and keys.form == values.form

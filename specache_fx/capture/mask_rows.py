@@ -1,4 +1,4 @@
-"""Inserts what a mask is computed by, and says which operation of an attention has no place in the normal form."""
+"""Inserts what masks are computed by, and says which operation of an attention has no place in the normal form."""
 
 from __future__ import annotations
 
@@ -24,16 +24,10 @@ class UnknownFormError(Exception):
         )
 
 
-class MaskRowBuilder:
-    """Inserts what rows of masks are computed by, the same operation on the same nodes once: layers share them.
+class CallsOnce:
+    """Inserts calls, the same one on the same nodes once: layers share their masks."""
 
-    Args:
-        newest: Of the newest query alone; else of all queries. A prompt stores which keys are real, and a decode step
-            has one query.
-    """
-
-    def __init__(self, *, newest: bool = True) -> None:
-        self.newest = newest
+    def __init__(self) -> None:
         self._known: dict[Any, Node] = {}
 
     def call(self, before: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
@@ -48,7 +42,7 @@ class MaskRowBuilder:
             try:
                 with before.graph.inserting_before(before):
                     self._known[key] = call(before.graph, target, args, before, kwargs=kwargs)
-            except Exception as error:  # of any operator, whose operands are rows now
+            except Exception as error:  # of any operator, one of whose operands is a zero now
                 if before.prev is not last:
                     before.graph.erase_node(before.prev)
                 raise UnknownFormError(before, "is of parts whose shapes don't fit each other") from error
@@ -60,10 +54,3 @@ class MaskRowBuilder:
         if key not in self._known:
             self._known[key] = size_of(before, node, dim)
         return self._known[key]
-
-    def erase_unused(self, used: set[Node]) -> bool:
-        """Erase what nothing in `used` is computed from; returns whether anything is left."""
-        for node in reversed(self._known.values()):
-            if isinstance(node, Node) and node not in used:
-                node.graph.erase_node(node)
-        return not used.isdisjoint(self._known.values())

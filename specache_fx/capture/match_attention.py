@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -24,7 +25,6 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from specache_fx.capture.cache_side import (
     BREAKS,
     GROW,
-    GROWING,
     LEAVE,
     LeaveAlone,
     Side,
@@ -34,7 +34,7 @@ from specache_fx.capture.cache_side import (
 )
 from specache_fx.capture.expansion import find_expansion
 from specache_fx.capture.find_sources import find_token
-from specache_fx.capture.graph_slices import ancestors, mutated_inputs
+from specache_fx.capture.graph_slices import ancestors
 from specache_fx.capture.graph_utils import (
     described,
     is_float,
@@ -53,15 +53,10 @@ from specache_fx.config import SpecacheConfig
 from specache_fx.runtime.handle import unfit_reason
 
 
-def _cache_of(core: AttentionCore) -> Node:
-    """The keys as they are cached: not repeated for query heads, whichever dimensions are swapped."""
-    root, _ = without_repeat(core.key)
-    return root.args[0] if root.target is torch.ops.aten.transpose.int else root  # type: ignore[return-value]
-
-
 def _comes_whole(core: AttentionCore) -> bool:
     """Whether keys are an input of the graph, and not just those of this call's tokens."""
-    cache = _cache_of(core)
+    cache: Any = without_repeat(core.key)[0]
+    cache = cache.args[0] if cache.target is torch.ops.aten.transpose.int else cache  # whichever are swapped
     return (
         cache.op == "placeholder"
         and not is_static_input(cache)
@@ -143,7 +138,7 @@ def _match(
 
 
 def _is_of_these_tokens(core: AttentionCore, key: torch.Tensor) -> bool:
-    """Whether there is a query for each key, or one for each query head of its group (`capture/grouped_heads.py`)."""
+    """Whether there is a query for each key, or one for each query head of its group."""
     query = value_of(core.query)
     rows, tokens = query.shape[2], key.shape[2]
     if statically_known_true(rows == tokens):
@@ -262,8 +257,6 @@ def match_attention(
             if 0 in (shape_of(core.query) or ()):
                 raise LeaveAlone("this call has no tokens or no sequences", "Make no call without tokens.")
             if _comes_whole(core):
-                if _cache_of(core) in mutated_inputs(gm.graph):
-                    raise LeaveAlone("its keys are written into a cache of fixed length", GROWING)
                 raise LeaveAlone(
                     "its keys come into the graph whole, they are not appended to a past there (cross-attention, or a"
                     " graph break between cat([past, new], dim=-2) and the attention)",

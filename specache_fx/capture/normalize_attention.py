@@ -1,47 +1,33 @@
-"""Every attention core in one form, whatever it is made of.
+"""SDPA in the normal form of an attention.
 
     out = specache.scaled_dot_product_attention(q, k, v, mask, 0.0, False, scale)
-    p = bmm(q, transpose(k, -1, -2)); s = softcap * tanh(p * scale / softcap) + mask
-    out = bmm(slice(_softmax(cat([s, sinks], -1), -1), -1, 0, -1), v)
-        -> AttentionCore(out, q, k, v, mask, scale, softcap, sinks)
-
-Describes, and leaves the model's own operations where they are: a prompt's attention stays the model's, but for that
-over buffers of fixed length (`capture/buffer_reads.py`). It may insert the mask of the newest query, which
-`bind_cache` gives to the session.
+        -> AttentionCore(out, q, k, v, mask, scale)
 
 Spelt-out attention (`attn_implementation="eager"`, bloom, mpt, gpt_oss, ...) is understood by running it
-(`capture/run_form.py`). An attention without such a form is noted with the operation
-that stands in the way; if it reads a KV cache, `match_attention` refuses it.
+(`capture/run_form.py`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from specache_fx.capture.cache_side import LEAVE, LeaveAlone
-from specache_fx.capture.graph_edit import finish
-from specache_fx.capture.graph_slices import ancestors, constant_of
-from specache_fx.capture.graph_utils import described, real_users, shape_of, target_name
-from specache_fx.capture.mask_rows import MaskRowBuilder, UnknownFormError
+from specache_fx.capture.cache_side import LEAVE
+from specache_fx.capture.graph_slices import constant_of
+from specache_fx.capture.graph_utils import same_sizes, shape_of
+from specache_fx.capture.mask_rows import CallsOnce
 from specache_fx.capture.program import AttentionCore
-from specache_fx.capture.random_numbers import Numbers
-from specache_fx.capture.run_form import read_form
+from specache_fx.capture.run_form import is_of_one_token, with_heads
 from specache_fx.runtime import ops  # noqa: F401  (registers torch.ops.specache)
 
+_aten = torch.ops.aten
 SDPA = torch.ops.specache.scaled_dot_product_attention.default
 SDPA_DEFAULTS = (None, 0.0, False, None, False)  # of the arguments behind query, key and value
 _SDPA_ARGS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _LEAVE = f"{LEAVE}."
-# Scores of a prompt's proof, at most; a decode step's is always made. Of a longer prompt the parts are read alone: its
-# attention stays the model's.
-MOST_SCORES = 2**20
-MOST_REPLACED = 2**23  # the same, where a prompt's operations are replaced
 
 
 def sdpa_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -51,13 +37,15 @@ def sdpa_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any,
     return *(given[name] for name in _SDPA_ARGS[:3]), *(given.get(name, by) for name, by in rest)
 
 
-def from_sdpa(gm: GraphModule, node: Node) -> AttentionCore:
+def from_sdpa(gm: GraphModule, node: Node, calls: CallsOnce) -> AttentionCore:
     """The attention that an operator computes."""
     args: Any = node.args
     query, key, value, mask, dropout, causal, given, _ = args
     problem = None
     scale = None if given is None else constant_of(gm, given)
     dims, keys = shape_of(query) or (), shape_of(key) or ()
+    if not causal and _has_heads_as_rows(node):
+        query, mask = _with_heads_apart(node, calls)
     if dropout != 0.0:
         problem = ("it has dropout", "Call model.eval() first.")
     elif causal and len(dims) == 4 and dims[2] == 1 and keys[2] != 1:
@@ -79,68 +67,22 @@ def from_sdpa(gm: GraphModule, node: Node) -> AttentionCore:
     )
 
 
-def from_softmax(gm: GraphModule, softmax: Node, outputs: set[Node], rows: MaskRowBuilder) -> AttentionCore:
-    """The attention around a softmax, read and proved; see `read_form`.
-
-    Args:
-        gm: The graph.
-        softmax: The softmax.
-        outputs: See `read_form`.
-        rows: See `read_form`. Of all queries where a prompt's operations are replaced too, so that it needs its proof.
-
-    Raises:
-        UnknownFormError: If it has no normal form.
-        LeaveAlone: If a prompt that is to be replaced is too long for its proof.
-    """
-    sizes = shape_of(softmax) or ()
-    proved = _num_scores(softmax) <= (MOST_SCORES if rows.newest else MOST_REPLACED) or sizes[-2:-1] == (1,)
-    if not (proved or rows.newest):
-        many = f"has more than 2^{MOST_REPLACED.bit_length() - 1} scores in this prompt, too many to prove its form"
-        raise LeaveAlone(
-            f"{described(softmax)} {many}",
-            f"Give the prompt in pieces, or use scaled_dot_product_attention. {LEAVE}.",
-        )
-    # `match_attention` refuses a call without tokens; nothing is there to be proved.
-    core = read_form(gm, softmax, outputs, rows, proved=proved and 0 not in sizes)
-    return replace(core, problem=_read_elsewhere(core))
+def _has_heads_as_rows(node: Node) -> bool:
+    """Whether a token's query heads are the rows of one query of each KV head, `[batch, num_kv_heads, groups, dim]`."""
+    query, keys = (shape_of(side) or () for side in node.args[:2])
+    groups = query[1:3]
+    rows = len(query) == len(keys) == 4 and all(isinstance(size, int) for size in groups) and groups[1] > 1
+    return rows and keys[1] == groups[0] and not same_sizes(keys[1:3], groups) and is_of_one_token(node.graph)
 
 
-def _num_scores(softmax: Node) -> int:
-    """Scores of an attention, open sizes given small values."""
-    numbers = Numbers(softmax)
-    return math.prod(numbers.integer(size) for size in shape_of(softmax) or ())
-
-
-def _read_elsewhere(core: AttentionCore) -> tuple[str, str] | None:
-    """Whether something else reads what is computed from the keys or the values: handles have no numbers."""
-    cached = {core.key, core.value}
-    for node in core.node.graph.nodes:
-        if node in core.inner and not cached.isdisjoint(node.all_input_nodes):
-            cached.add(node)
-    for node in cached & core.inner - {core.node}:
-        for user in real_users(node):
-            if user not in core.inner:
-                returned = any(target_name(origin) == "_softmax" for origin in ancestors([node]) & core.inner)
-                remedy = "Call the model with output_attentions=False. " if returned else ""
-                return f"{described(user)} reads its `{node.name}`", f"{remedy}{_LEAVE}"
-    return None
-
-
-def attention_cores(gm: GraphModule) -> tuple[list[AttentionCore], dict[Node, str]]:
-    """The attentions of a graph in normal form, and the softmaxes around which none was found, with the reason."""
-    cores: list[AttentionCore] = []
-    unknown: dict[Node, str] = {}
-    outputs = set(gm.graph.output_node().all_input_nodes)
-    caches = any(len(shape_of(out) or ()) == 4 for out in outputs)
-    rows = MaskRowBuilder()
-    for node in list(gm.graph.nodes):
-        if node.target is SDPA:
-            cores.append(from_sdpa(gm, node))
-        elif caches and node.target is torch.ops.aten._softmax.default:
-            try:
-                cores.append(from_softmax(gm, node, outputs, rows))
-            except UnknownFormError as error:
-                unknown[node] = str(error)
-    if rows.erase_unused(ancestors(node for core in cores for node in (core.query, core.mask) if node)):
-        finish(gm)
-    return cores, unknown
+def _with_heads_apart(node: Node, calls: CallsOnce) -> tuple[Node, Node | None]:
+    """Query and mask of such an attention as those of one token."""
+    args: Any = node.args
+    query, mask = args[0], args[3]
+    _, kv_heads, groups, dim = shape_of(query) or ()
+    if isinstance(mask, Node) and mask.target is _aten.expand.default:  # it may be a row, repeated
+        source: Any = mask.args[0]
+        mask = source if (shape_of(source) or ())[-2:-1] == (1,) else mask
+    if isinstance(mask, Node):
+        mask = with_heads(mask, (kv_heads, groups), True, calls, node)
+    return calls.call(node, _aten.reshape.default, query, [-1, kv_heads * groups, 1, dim]), mask

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -37,7 +38,7 @@ from specache_fx.errors import first_line
 
 _aten = torch.ops.aten
 _HIDDEN = -1e4  # a key with this on its score, or less, has probability 0
-_FAR = 1e9  # a product at which each softcap is reached
+_FAR = 2.0**30  # a product at which each softcap is reached
 _MOST_SOFTCAP = 1e6
 _EXACT, _ROUGH = 1e-8, 1e-6  # relative, in float64: of the proof, and of a number read
 _SEEDS, _RUNS = 16, 4  # tried until so many show something; each second one has more keys
@@ -53,23 +54,23 @@ class SpeltOut:
         gm: The graph.
         softmax: Its softmax.
         path: From the product of queries and keys to the softmax's input.
+        swapped: Those of the path that are `[batch, q_len, num_heads, kv_len]`.
         cone: That product, and what is computed from it up to the output.
         sides: Query, key and value.
         num_heads: Heads of the scores.
         factors: Nodes that multiply by a number which is computed in the graph.
         mask: What will be bound; None where nothing is added.
-        newest: Only the newest query counts.
     """
 
     gm: GraphModule
     softmax: Node
     path: list[Node]
+    swapped: set[Node]
     cone: list[Node]
     sides: list[Node]
-    num_heads: Any
+    num_heads: int
     factors: list[Node]
     mask: Node | None
-    newest: bool
 
 
 class Form(NamedTuple):
@@ -78,10 +79,6 @@ class Form(NamedTuple):
     scale: float
     softcap: float | None = None
     sinks: Node | None = None
-
-
-class _HidesAll(Exception):
-    """Random masks show no two keys to any query, or no score reads a product."""
 
 
 class _Wide(Interpreter):
@@ -106,29 +103,22 @@ class _Run:
 
     Attributes:
         vectors: What may be sinks.
-        products: Of queries and keys.
-        factor: What `SpeltOut.factors` multiply by.
+        factors: What each of `SpeltOut.factors` multiplies by.
     """
 
     def __init__(self, of: SpeltOut, seed: int) -> None:
         self._of = of
-        self._queries = slice(-1 if of.newest else None, None)
-        self._graphs: dict[Node, GraphModule] = {}
         read = {arg for each in of.cone[1:] for arg in each.all_input_nodes} - set(of.cone)
         self._leaves = [node for node in of.gm.graph.nodes if node in read]
         try:
             self._draw(seed, from_conditions=True)
         except (RuntimeError, IndexError):  # lengths of masks that have symbols of their own
             self._draw(seed, from_conditions=False)
-        self.factor = self.product_of(of.factors)
-
-    def product_of(self, factors: Sequence[Node]) -> float:
-        """What some of `SpeltOut.factors` multiply by."""
-        found = 1.0
-        for node in factors:
-            factor = float(self.compute(node.args[1])[0])
-            found *= factor if target_name(node) == "mul" else 1 / factor
-        return found
+        numbers = (float(self._compute(node.args[1])[0]) for node in of.factors)
+        self.factors = {
+            node: number if target_name(node) == "mul" else 1 / number
+            for node, number in zip(of.factors, numbers, strict=True)
+        }
 
     def _draw(self, seed: int, *, from_conditions: bool) -> None:
         """Give numbers to sides, parameters and masks: to what masks are computed from, or to masks themselves."""
@@ -151,72 +141,88 @@ class _Run:
             node: _wide(numbers.value(node, 1.0 if node in sides or node in vectors else None))
             for node in starts
         }
-        self.products, *self._operands = self.compute(cone[0], *self._leaves)
-        if seed < PLAIN_SEEDS:
-            self._show_all()
-
-    def _show_all(self) -> None:
-        """Negate conditions until as many keys are shown as can be: some of them show, others hide."""
-        conditions = [node for node, value in self._values.items() if _is_bool(node) and value.dim()]
-        most = self._num_shown()
-        for node in conditions * 2:  # alone, one of two that hide all shows none
-            self._values[node] = ~self._values[node]
-            if (now := self._num_shown()) < most:
+        self._graphs: dict[Any, GraphModule] = {}
+        shown = self._run_leaves()
+        if seed < PLAIN_SEEDS:  # negate conditions until as many keys show as can be: some show, others hide
+            conditions = [node for node, value in self._values.items() if _is_bool(node) and value.dim()]
+            for node in conditions * 2:  # alone, one of two that hide all shows none
                 self._values[node] = ~self._values[node]
-            most = max(most, now)
-        self._num_shown()
+                if (now := self._run_leaves()) < shown:
+                    self._values[node] = ~self._values[node]
+                shown = max(shown, now)
+            self._run_leaves()
 
-    def _num_shown(self) -> int:
-        self.products, *self._operands = self.compute(self._of.cone[0], *self._leaves)
-        scores = self._scores(self._of.softmax.all_input_nodes[0], torch.zeros_like(self.products))
-        return int((scores[:, self._queries] > _HIDDEN).sum())
+    def _run_leaves(self) -> int:
+        """Compute what scores are computed from; returns the number of keys that are shown."""
+        self._products, *self._operands = self._compute(self._of.cone[0], *self._leaves)
+        self._shown = self._shown_at(self._of.softmax.all_input_nodes[0])
+        return int(self._shown.sum())
 
-    def compute(self, *nodes: Any) -> Sequence[torch.Tensor]:
-        """What nodes are."""
-        graph = extract(self._of.gm, [*nodes], [*self._values])
-        found: Sequence[torch.Tensor] = _Wide(graph).run(*self._values.values())
+    def _compute(self, *nodes: Any, values: dict[Node, Any] | None = None) -> Sequence[torch.Tensor]:
+        """What nodes are, with other numbers for what they are computed from if these are given."""
+        if nodes not in self._graphs:
+            self._graphs[nodes] = extract(self._of.gm, [*nodes], [*self._values])
+        found: Sequence[torch.Tensor] = _Wide(self._graphs[nodes]).run(*(values or self._values).values())
         return found
 
     def _scores(self, node: Node, products: torch.Tensor) -> torch.Tensor:
-        """What a node between the product and the softmax is with other products: `[heads, q_len, columns]`.
+        """What a node between the product and the softmax is with other products: `[batch, num_heads, q_len, columns]`.
 
         Columns are keys, and a sink behind them.
         """
-        if node not in self._graphs:
-            self._graphs[node] = extract(self._of.gm, [node], [self._of.cone[0], *self._leaves])
-        (out,) = _Wide(self._graphs[node]).run(products, *self._operands)
-        scores: torch.Tensor = out.flatten(0, -3)
-        return scores
+        if (node, None) not in self._graphs:
+            self._graphs[node, None] = extract(self._of.gm, [node], [self._of.cone[0], *self._leaves])
+        (out,) = _Wide(self._graphs[node, None]).run(products, *self._operands)
+        return self._by_heads(out.transpose(1, 2) if node in self._of.swapped else out)
 
-    def form_of(self, node: Node) -> Form | None:
-        """Scale (by `factor`, too) and softcap of a node of the scores; None where it has none.
+    def _by_heads(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of queries, in whichever dimensions, as `[batch, num_heads, q_len, dim]`."""
+        batch = self._values[self._of.sides[1]].shape[0]
+        return rows.reshape(batch, self._of.num_heads, -1, rows.shape[-1])
+
+    def _shown_at(self, node: Node) -> torch.Tensor:
+        """Which keys show at a node of the scores, where the row reads a product."""
+        plain = self._scores(node, 0 * self._products)
+        # Less a maximum, a row that hides all keys seems to show them. It adds no product to what hides.
+        reads = (self._scores(node, self._products) != plain).any(-1, keepdim=True)
+        wrong = bool((plain > -_HIDDEN).any())  # numbers that hide are added with the other sign
+        return (plain > _HIDDEN) & reads & (not wrong)
+
+    def hides(self, node: Node) -> bool:
+        """Whether a node of the scores shows no two keys to any query: there is no form to read."""
+        shown = self._shown_at(node)
+        return bool((shown.sum(-1) < min(2, shown.shape[-1])).all())
+
+    def form_of(self, node: Node, factors: Sequence[Node]) -> Form | None:
+        """Scale and softcap of a node of the scores; None where it has none.
 
         Args:
             node: The node.
-
-        Raises:
-            _HidesAll: If no row shows two keys, or numbers that hide are added with the other sign.
+            factors: Of `SpeltOut.factors` those that lead to it. They are no part of the scale.
         """
-        plain = self._scores(node, torch.zeros_like(self.products))
-        if plain.shape[-1] == 1:
-            return Form(1.0)  # a prompt of one token: its probability is 1 at each scale
-        shown = plain > _HIDDEN
-        pairs = (shown[:, self._queries].sum(-1) > 1).nonzero().tolist()
-        if not pairs or bool((plain > -_HIDDEN).any()):
-            raise _HidesAll
-        head, query = pairs[0]
-        i, j = shown[head, self._queries][query].nonzero()[:2, 0].tolist()
+        plain = self._scores(node, 0 * self._products)
+        # A statistic; or a prompt of one token, whose probability is 1 at each scale.
+        if plain.shape[-1] == 1 or plain.numel() < self._products.numel():
+            return Form(1.0)
+        keys = self._products.shape[-1]
+        products, shown = self._by_heads(self._products), self._shown[..., :keys].clone()
+        if plain.shape[:-1] != products.shape[:-1] or plain.shape[-1] < keys:
+            return None
+        shown &= plain[..., :keys] > _HIDDEN
+        pairs = (shown.sum(-1) > 1).nonzero()
+        if not len(pairs):
+            return None
+        batch, head, query = pairs[0].tolist()
+        i, j = shown[batch, head, query].nonzero()[:2, 0].tolist()
 
         def slope(product: float) -> float:
             """What a product adds to its score, beside another key's: a softmax sees no more."""
-            tilt = torch.zeros_like(self.products)
+            tilt = torch.zeros_like(self._products)
             tilt[..., i] = product
-            found = (self._scores(node, tilt) - plain)[head, self._queries][query]
+            found = (self._scores(node, tilt) - plain)[batch, head, query]
             return float(found[i] - found[j])
 
         one, far = slope(1.0), slope(_FAR)
-        if not one and not far:
-            raise _HidesAll  # a maximum of numbers that hide was subtracted
         form = Form(one)
         if 0 < abs(far) < _MOST_SOFTCAP:
             half = abs(far / one) / 2 if one else 1.0
@@ -224,28 +230,13 @@ class _Run:
             form = Form(far * float(ratio.atanh()) / half, abs(far))
         first = shown.int().argmax(-1, keepdim=True)
         for size in _SIZES:  # a bound may be far out, in some heads or at some keys
-            products = self.products * size
-            want = products.reshape(*plain.shape[:-1], -1) * form.scale
-            want = torch.nn.functional.pad(want, (0, plain.shape[-1] - want.shape[-1]))
+            want = products * size * form.scale
             want = want if form.softcap is None else form.softcap * torch.tanh(want / form.softcap)
-            found = self._scores(node, products) - plain
-            # Less a maximum, a row that hides all keys seems to show them. It adds no product to what hides.
-            found, rest = (each - each.gather(-1, first) for each in (found, found - want))
-            reads = shown & (found.where(shown, 0.0) != 0).any(-1, keepdim=True)
-            rest = rest.where(reads, 0.0)[:, self._queries]
+            rest = (self._scores(node, size * self._products) - plain)[..., :keys] - want
+            rest = (rest - rest.gather(-1, first))[shown]
             if not float(rest.abs().max()) <= _ROUGH * float(want.abs().max()):
                 return None
-        return form
-
-    def hides(self, node: Node) -> bool:
-        """Whether a node of the scores has nothing to read a form from."""
-        if shape_of(node) is None:  # several results
-            return False
-        try:
-            self.form_of(node)
-        except _HidesAll:
-            return True
-        return False
+        return form._replace(scale=form.scale / math.prod(self.factors[each] for each in factors))
 
     def distance(self, form: Form) -> float:
         """From the normal form: of products of size 1, and of such that leave most probabilities small."""
@@ -253,26 +244,23 @@ class _Run:
 
     def _distance(self, form: Form, size: float) -> float:
         query, key, value = self._of.sides
-        usual = self._values[query]
-        self._values[query] = usual * size
-        try:
-            named = [node for node in (self._of.mask, form.sinks) if node is not None]
-            out, *found = self.compute(self._of.cone[-1], *named)
-            values = dict[Node | None, torch.Tensor](zip(named, found, strict=True))
-            row, sinks = values.get(self._of.mask), values.get(form.sinks)
-            q, k, v = (self._values[node] for node in (query, key, value))
-        finally:
-            self._values[query] = usual
-        q = q.reshape(k.shape[0], self._of.num_heads, -1, q.shape[-1])[:, :, self._queries]
-        want = dense(q, k, v, row, sinks, scale=form.scale * self.factor, softcap=form.softcap)
-        out = out.reshape(*want.shape[:2], -1, want.shape[-1])[:, :, self._queries]
+        values = self._values | {query: self._values[query] * size}
+        named = [node for node in (self._of.cone[-1], self._of.mask, form.sinks) if node is not None]
+        out, *found = self._compute(*named, values=values)
+        sinks = None if form.sinks is None else found.pop()
+        row = found.pop() if found else None
+        q, k, v = (values[node] for node in (query, key, value))
+        scale = form.scale * math.prod(self.factors.values())
+        want = dense(self._by_heads(q), k, v, row, sinks, scale=scale, softcap=form.softcap)
+        out = self._by_heads(out)
         live = torch.ones(want.shape[:3], dtype=torch.bool, device=out.device)
         live = live if row is None else live & (row > _HIDDEN).any(-1)
         return float((out - want)[live].abs().max() / want[live].abs().max())
 
-    def changes(self, softmax: Node, node: Node) -> bool:
+    def changes(self, node: Node) -> bool:
         """Whether a node behind the softmax has other probabilities."""
-        want, found = (each[..., : self.products.shape[-1]] for each in self.compute(softmax, node))
+        keys = self._products.shape[-1]
+        want, found = (each[..., :keys] for each in self._compute(self._of.softmax, node))
         return not torch.allclose(found.reshape(want.shape), want, rtol=0, atol=_EXACT, equal_nan=True)
 
 
@@ -339,11 +327,7 @@ def _proved(of: SpeltOut) -> Form:
     for seed in range(_SEEDS):
         try:
             run = _Run(of, seed)
-            if run.hides(softmax.all_input_nodes[0]):
-                hiding.append(run)
-                continue
-            run.distance(Form(1.0))
-            runs.append(run)
+            (hiding if run.hides(softmax.all_input_nodes[0]) else runs).append(run)
         except (RuntimeError, IndexError) as error:  # lengths that the graph's guards exclude
             failed = error
         if len(runs) == _RUNS:
@@ -353,7 +337,7 @@ def _proved(of: SpeltOut) -> Form:
         raise failed or UnknownFormError(
             next(first, softmax), "hides all keys, or makes scores that read no product"
         )
-    common, distance = _common_form(runs, softmax.all_input_nodes[0]), torch.inf
+    common, distance = _common_form(runs, softmax.all_input_nodes[0], of.factors), torch.inf
     forms = [] if common is None else [common._replace(sinks=each) for each in (None, *runs[0].vectors)]
     for form in forms:
         found = max(run.distance(form) for run in runs)
@@ -363,13 +347,12 @@ def _proved(of: SpeltOut) -> Form:
     raise _refusal(of, runs, distance)
 
 
-def _common_form(runs: Sequence[_Run], node: Node) -> Form | None:
-    """The form of a node of the scores in all runs, factors of the graph apart; None where it has none."""
-    forms = [run.form_of(node) for run in runs]
-    scales = [form.scale / run.factor for run, form in zip(runs, forms, strict=True) if form is not None]
-    caps = [form.softcap or 0.0 for form in forms if form is not None]
-    same = all(max(each) - min(each) <= _ROUGH * abs(each[0]) for each in (scales, caps) if each)
-    return Form(scales[0], caps[0] or None) if same and len(scales) == len(runs) else None
+def _common_form(runs: Sequence[_Run], node: Node, factors: Sequence[Node]) -> Form | None:
+    """The form of a node of the scores in all runs; None where it has none."""
+    forms = [form for run in runs if (form := run.form_of(node, factors)) is not None]
+    numbers = ([form.scale for form in forms], [form.softcap or 0.0 for form in forms])
+    same = all(max(each) - min(each) <= _ROUGH * abs(each[0]) for each in numbers if each)
+    return forms[0] if same and len(forms) == len(runs) else None
 
 
 def _refusal(of: SpeltOut, runs: list[_Run], distance: float) -> UnknownFormError:
@@ -382,18 +365,16 @@ def _refusal(of: SpeltOut, runs: list[_Run], distance: float) -> UnknownFormErro
         if shape_of(node) is None:  # several results
             continue
         factors += [node] if node in of.factors else []
-        with contextlib.suppress(_HidesAll, RuntimeError, IndexError):
-            for run in runs:
-                run.factor = run.product_of(factors)
-            if _common_form(runs, node) is None:
+        with contextlib.suppress(RuntimeError, IndexError):
+            if _common_form(runs, node, factors) is None:
                 numbers = [each for each in node.all_input_nodes if shape_of(each) == ()]
                 moving = next((each.name for each in numbers if constant_of(of.gm, each) is None), None)
                 why = "makes other scores of the products than scale, softcap and masks do"
                 more = "" if moving is None else f", and `{moving}` may change: give the number itself"
                 return UnknownFormError(node, why + more)
     for node in itertools.takewhile(lambda node: target_name(node) != "bmm", after):
-        of_keys = is_float(node) and same_sizes((shape_of(node) or (0,))[-1:], columns[0])
-        if of_keys and any(run.changes(softmax, node) for run in runs):
+        of_keys = is_float(node, 5) and same_sizes((shape_of(node) or (0,))[-1:], columns[0])
+        if of_keys and any(run.changes(node) for run in runs):
             return UnknownFormError(node, "changes its probabilities")
     if not same_sizes(*columns):
         return UnknownFormError(softmax, "is over columns that are neither keys nor one sink a head")

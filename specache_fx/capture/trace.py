@@ -50,7 +50,6 @@ from specache_fx.capture.graph_utils import (
     target_name,
     value_of,
 )
-from specache_fx.capture.grouped_heads import grouped_heads
 from specache_fx.capture.normalize_attention import SDPA
 from specache_fx.capture.segments import CannotCut, Joined, Segment, cut
 from specache_fx.capture.simplify import simplify
@@ -95,7 +94,6 @@ def trace(gm: GraphModule) -> GraphModule:
         raise TraceError(first_line(error)) from error
     _note_inputs(gm, traced.graph, inputs)
     simplify(traced.graph)
-    grouped_heads(traced.graph)
     eliminate_dead_code(traced.graph)
     _note_growing_buffers(traced.graph)
     return finish(make_module(traced, fx_graph_cse(traced.graph)))
@@ -271,9 +269,34 @@ def _product_and_sum(
     return product if beta == 0 else product + (self if beta == 1 else self * beta)
 
 
+def _of_merged_groups(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: Any = None,
+    *rest: Any,
+    **kwargs: Any,
+) -> Any:
+    """`SDPA` of `[batch, num_kv_heads, groups, tokens, dim]`, with one dimension for the heads."""
+    if not query.dim() == key.dim() == value.dim() == 5:
+        return NotImplemented
+    groups = query.shape[1:3]
+    sides = (x if x.shape[2] == 1 else x.expand(-1, *groups, -1, -1) for x in (key, value))
+    key, value = (x.flatten(1, 2) for x in sides)
+    if attn_mask is not None and attn_mask.dim() > 2:
+        front = attn_mask.shape[-4:-2]
+        if all(size == 1 for size in front):
+            attn_mask = attn_mask.flatten(-4, -3) if len(front) > 1 else attn_mask
+        else:
+            attn_mask = attn_mask.expand(*attn_mask.shape[:-4], *groups, -1, -1).flatten(-4, -3)
+    given = dict(zip(("dropout_p", "is_causal", "scale"), rest, strict=False)) | kwargs | {"enable_gqa": True}
+    return SDPA(query.flatten(1, 2), key, value, attn_mask, **given).unflatten(1, groups)
+
+
 _DECOMPOSED: dict[Any, Callable[..., Any]] = {
     aten.copy.default: _copied,
     aten.baddbmm.default: _product_and_sum,
+    SDPA: _of_merged_groups,
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from specache_fx.capture.graph_utils import (
     is_static_input,
     placeholders,
     reads_shape_only,
+    real_users,
     shape_of,
     shown_shape,
     source_of,
@@ -66,17 +67,16 @@ def _grown(gm: GraphModule, outputs: set[Node]) -> list[Node]:
     return found if len(found) > 1 or stacked else []
 
 
-def _reader(root: Node) -> Node:
-    """The reader of a cache: the first product behind it, or the cache itself."""
-    work, seen = [root], set[Node]()
+def _behind(roots: Sequence[Node], stop: Collection[Node] = ()) -> Iterator[Node]:
+    """The nodes that are computed from some, the nearest first; not what is computed from `stop`."""
+    work, seen = list(roots), set[Node]()
     while work:
         node = work.pop(0)
-        if target_name(node) in _READERS:
-            return node
-        if node not in seen:
-            seen.add(node)
-            work.extend(user for user in node.users if not reads_shape_only(user) and user.op != "output")
-    return root
+        if node in seen or reads_shape_only(node) or node.op == "output":
+            continue
+        yield node
+        seen.add(node)
+        work.extend(node.users if node not in stop else ())
 
 
 def _is_inside(node: Node) -> bool:
@@ -84,20 +84,25 @@ def _is_inside(node: Node) -> bool:
     return target_name(node).startswith("_scaled_dot_product")
 
 
-def attention_behind(roots: Sequence[Node]) -> Node | None:
+def _attention_behind(roots: Sequence[Node]) -> Node | None:
     """The first SDPA or softmax that is computed from some nodes."""
-    work, seen = list(roots), set[Node]()
-    while work:
-        node = work.pop(0)
-        if node.target is SDPA or target_name(node) == "_softmax" or _is_inside(node):
-            return node
-        more = [user for user in node.users if user not in seen and not reads_shape_only(user)]
-        seen.update(more)
-        work.extend(more)
-    return None
+    found = (
+        node
+        for node in _behind(roots)
+        if node.target is SDPA or target_name(node) == "_softmax" or _is_inside(node)
+    )
+    return next(found, None)
 
 
-def _unread(out: Node) -> Refusal:
+def reader_of(roots: Sequence[Node], them: str) -> str:
+    """The attention that reads caches, as a clause; `them` stands for the caches."""
+    reader = _attention_behind(roots)
+    if reader is None:
+        return f"no attention reads {them} here"
+    return f"{described(reader)} reads {them} in another form"
+
+
+def _grown_unread(out: Node) -> Refusal:
     """The message for a cache in a form of its own."""
     made_by = next(
         (node for node in out.all_input_nodes if isinstance(node.target, HigherOrderOperator)), None
@@ -106,19 +111,29 @@ def _unread(out: Node) -> Refusal:
         reason = f"it runs inside `{target_name(made_by)}`, where specache does not look"
         remedy = f"Call the layers themselves (model.gradient_checkpointing_disable()). {LEAVE}."
     else:
-        dims = len(shape_of(out) or ())
-        form = (
-            "keys and values, or several layers, in one tensor" if dims > 4 else f"shape {shown_shape(out)}"
-        )
-        reader = attention_behind([out])
-        read = (
-            "no attention reads it here"
-            if reader is None
-            else f"{described(reader)} reads it in another form"
-        )
-        reason = f"its cache has {form}, and {read}"
-        remedy = f"{CACHE_SO}. {LEAVE}."
+        several = len(shape_of(out) or ()) > 4
+        form = "keys and values, or several layers, in one tensor" if several else f"shape {shown_shape(out)}"
+        reason, remedy = f"its cache has {form}, and {reader_of([out], 'it')}", f"{CACHE_SO}. {LEAVE}."
     return Refusal(out.name, source_of(out), reason, remedy)
+
+
+def _appended_unread(root: Node) -> Refusal:
+    """The message for a cache that grows as others do, and that no known attention reads."""
+    if not real_users(root) or all(user.op == "output" for user in real_users(root)):
+        reason = "nothing in this graph reads its cache (a graph break between its append and the attention?)"
+        return Refusal(root.name, source_of(root), reason, BREAKS)
+    reason = (
+        "no attention that specache knows reads this cache (it knows SDPA and softmax of query times keys)"
+    )
+    sdpa = "torch.nn.functional.scaled_dot_product_attention"
+    remedy = f"Use {sdpa} there if it can be. {LEAVE}."
+    reader = _attention_behind([root])
+    if reader is not None and _is_inside(reader):
+        reason = "another function calls it (torch.nn.MultiheadAttention?)"
+        remedy = f"Call {sdpa} itself, with the keys and values that are cached. {LEAVE}."
+    else:
+        reader = next((node for node in _behind([root]) if target_name(node) in _READERS), root)
+    return Refusal(reader.name, source_of(reader), reason, remedy)
 
 
 def unknown_forms(
@@ -140,43 +155,22 @@ def unknown_forms(
         refused: An attention is refused already.
         matched: An attention is rewritten.
     """
-    refusals: dict[Node, Refusal] = {}
-    silent: list[Node] = []
+    refusals: dict[str, Refusal] = {}
+    silent: list[Refusal] = []
     for root in gm.graph.nodes:
         parts, dim = concatenated(root) or ([], 0)
         if not parts or not is_cache(root, outputs):
             continue
-        work, seen, softmax = list(root.users), set[Node](), None
-        is_known = False  # rewritten, or refused with a reason of its own
-        while work and softmax is None:
-            node = work.pop(0)
-            is_known |= node in known
-            if node in seen or node in known or reads_shape_only(node):
-                continue
-            seen.add(node)
-            softmax = node if node in unknown else None
-            work.extend(node.users)
+        behind = list(_behind([root], known))
+        softmax = next((node for node in behind if node in unknown), None)
         if softmax is not None:
             refusal = Refusal(softmax.name, source_of(softmax), unknown[softmax], sdpa_instead(softmax))
-            refusals.setdefault(softmax, refusal)
-        elif not is_known and dim == 2 and parts[0].op == "placeholder" and not is_static_input(parts[0]):
-            silent.append(root)
+            refusals.setdefault(softmax.name, refusal)
+        elif dim == 2 and parts[0].op == "placeholder" and not is_static_input(parts[0]):
+            # What is known is rewritten, or refused with a reason of its own.
+            silent += [_appended_unread(root)] if known.isdisjoint(behind) else []
     if not refusals and not refused:  # else it may be the other side of an attention that is named
-        for root in silent:
-            if all(user.op == "output" or reads_shape_only(user) for user in root.users):
-                reason = "nothing in this graph reads its cache (a graph break between its append and the attention?)"
-                refusals[root] = Refusal(root.name, source_of(root), reason, BREAKS)
-                continue
-            reason = "no attention that specache knows reads this cache (it knows SDPA and softmax of query times keys)"
-            remedy = f"Use torch.nn.functional.scaled_dot_product_attention there if it can be. {LEAVE}."
-            reader = _reader(root)
-            if (called := attention_behind([root])) is not None and _is_inside(called):
-                reader, reason = called, "another function calls it (torch.nn.MultiheadAttention?)"
-                remedy = (
-                    "Call torch.nn.functional.scaled_dot_product_attention itself, with the keys and values that are"
-                    f" cached. {LEAVE}."
-                )
-            refusals[reader] = Refusal(reader.name, source_of(reader), reason, remedy)
+        refusals = {refusal.node: refusal for refusal in silent}
         if not refusals and not matched:
-            refusals = {out: _unread(out) for out in _grown(gm, outputs)}
+            return [_grown_unread(out) for out in _grown(gm, outputs)]
     return list(refusals.values())

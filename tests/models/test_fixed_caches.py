@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 import specache_fx
 from specache_fx import fixed_runner
-from specache_fx.capture import normalize_attention
+from specache_fx.capture import run_form
 from specache_fx.errors import CacheHandleError, SavedCacheError
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -486,7 +486,7 @@ def tokens_for_heads(s: OneLayer, q: Tensor, k: Tensor, v: Tensor, where: Tensor
             squared,
             r"its form is not one that specache knows: `pow.*scaled_dot_product_attention there if it can be",
         ),
-        (less_a_maximum_over_queries, "`sub.*makes scores that read no product"),
+        (less_a_maximum_over_queries, "`sub.*makes other scores of the products"),
         (first_heads, "is left alone: its keys are computed from a cache of fixed length"),
         (tokens_for_heads, "is left alone: its keys are computed from a cache of fixed length"),
         (apart, "no attention reads them here"),
@@ -532,7 +532,7 @@ def test_a_buffer_that_no_attention_reads_is_the_models(attend: Callable[..., Te
 
 
 def test_a_spelt_out_prompt_is_replaced_up_to_a_number_of_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(normalize_attention, "MOST_REPLACED", 2**4)
+    monkeypatch.setattr(run_form, "MOST_REPLACED", 2**4)
     plain = OneLayer(spelt_out_beside_a_log)
     plain.register_buffer("log", torch.zeros(1, 4, 32, 16))
     with pytest.raises(

@@ -516,6 +516,16 @@ class OneMaskForAllHeads(Hooked):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)[:, 1:3]
 
 
+class HeadsRepeatedInTurn(SpeltOut):
+    """Query heads 0 and 2 read the same KV head: keys and values are repeated one after the other."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, hide: Tensor) -> Tensor:
+        q = torch.cat([q, 1.5 * q.flip(1)], 1)
+        k, v = (side.repeat(1, 2, 1, 1) for side in (k, v))
+        scores = (q @ k.transpose(-1, -2) * HEAD_DIM**-0.5).masked_fill(hide, -1e30)
+        return (scores.softmax(-1) @ v)[:, 1:3]
+
+
 class QueriesBeforeHeads(Hooked):
     """As DeepSeek's code has scores: `[batch, q_len, num_heads, kv_len]`."""
 
@@ -602,6 +612,7 @@ SPELT = (
     FilledWhereNaN,
     FoldsHeads,
     FoldsHeadsBehindTokens,
+    HeadsRepeatedInTurn,
     OneDimensionalBias,
     OneMaskForAllHeads,
     QueriesBeforeHeads,

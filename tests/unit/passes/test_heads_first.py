@@ -104,6 +104,20 @@ def test_append_to_tokens_becomes_one_to_heads(name: str) -> None:
     assert next(node for node in gm.graph.nodes if node.target is SDPA).args[1].target is CAT  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_heads_that_spelt_out_attention_repeats_in_turn_are_groups(with_bias: bool) -> None:
+    def pair(q: Tensor, k: Tensor, past: Tensor, other: Tensor) -> Any:
+        keys, values = torch.cat([past, k], 2), torch.cat([other, k], 2)
+        scores = (q @ keys.repeat(1, 2, 1, 1).mT).masked_fill(torch.arange(6) < 2, -torch.inf)
+        scores = scores + torch.arange(4.0)[:, None, None] * torch.arange(6) if with_bias else scores
+        return scores.softmax(-1) @ values.repeat(1, 2, 1, 1), keys, values
+
+    pasts = (torch.randn(2, 2, 5, 8) for _ in range(2))
+    _, _, program, _ = run(pair, Q, K.transpose(1, 2).contiguous(), *pasts)
+    (site,) = program.sites
+    assert (site.expansion is None, site.num_kv_heads) == (not with_bias, 2)
+
+
 @pytest.mark.parametrize("rotated", [8, 4])  # of 8 channels: a part of them is a cat, but none of tokens
 def test_a_prompt_is_known_by_its_swapped_output(rotated: int) -> None:
     def prompt(q: Tensor, k: Tensor) -> Any:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from specache_fx.capture import run_form
 from specache_fx.capture.graph_utils import shape_of
-from specache_fx.capture.mask_rows import MaskRowBuilder, UnknownFormError
-from specache_fx.capture.normalize_attention import from_softmax
+from specache_fx.capture.mask_rows import CallsOnce, UnknownFormError
 from specache_fx.capture.program import AttentionCore, Phase, Program
+from specache_fx.capture.run_form import from_softmax
 
 HERE = Path(__file__).name
 MIN = torch.finfo(torch.float32).min
@@ -298,22 +298,20 @@ def test_layers_that_add_the_same_mask_share_one_row() -> None:
         assert len({site.core.mask for site in program.sites}) == 1
 
 
-def test_a_prompt_that_is_replaced_is_proved_for_all_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(*, newest: bool) -> AttentionCore:
+def test_a_prompt_is_proved_for_all_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read() -> AttentionCore:
         gm = captured("eager")[Phase.PREFILL].copy()
         softmax = next(node for node in gm.graph.nodes if node.target is torch.ops.aten._softmax.default)
-        outputs = set(gm.graph.output_node().all_input_nodes)
-        return from_softmax(gm, softmax, outputs, MaskRowBuilder(newest=newest))
+        return from_softmax(gm, softmax, set(gm.graph.output_node().all_input_nodes), CallsOnce())
 
-    core = read(newest=False)
+    core = read()
     assert (shape_of(core.mask) or ())[-2] == (shape_of(core.query) or ())[2] > 1
     usual = run_form._mask_of
 
-    def of_the_newest(softmax: Any, path: Any, num_heads: Any, rows: MaskRowBuilder) -> Any:
-        mask = usual(softmax, path, num_heads, rows)
-        return mask if mask is None else rows.call(softmax, torch.ops.aten.slice.Tensor, mask, -2, -1)
+    def of_the_newest(softmax: Any, path: Any, layout: Any, calls: CallsOnce) -> Any:
+        mask = usual(softmax, path, layout, calls)
+        return mask if mask is None else calls.call(softmax, torch.ops.aten.slice.Tensor, mask, -2, -1)
 
     monkeypatch.setattr(run_form, "_mask_of", of_the_newest)
-    read(newest=True)
     with pytest.raises(UnknownFormError, match="on random numbers it differs"):
-        read(newest=False)
+        read()
