@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from specache_fx.capture.graph_slices import extract
+from specache_fx.capture.graph_edit import make_module
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,14 @@ class Piece:
 
     def graph(self, gm: GraphModule) -> GraphModule:
         """The piece alone: takes `inputs`, returns `results`. Nodes keep their names."""
-        return extract(gm, list(self.results), list(self.inputs), self.nodes)
+        graph, copied = Graph(), dict[Node, Node]()
+        for node in self.inputs:
+            copied[node] = graph.placeholder(node.name)
+            copied[node].meta = dict(node.meta)
+        for node in self.nodes:
+            copied[node] = graph.node_copy(node, lambda old: copied[old])
+        graph.output(tuple(copied[node] for node in self.results))
+        return make_module(gm, graph)
 
     def fingerprint(self, signatures: Iterable[str]) -> str:
         """A text that equals another piece's where both compute the same.
