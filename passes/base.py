@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule
 
-from specache_fx.capture.graph_edit import finish
-from specache_fx.capture.graph_slices import eliminate_dead_code
+from specache_fx.capture.graph.graph_edit import finish
+from specache_fx.capture.graph.graph_slices import eliminate_dead_code
 from specache_fx.capture.program import Program
 
 

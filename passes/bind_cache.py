@@ -16,8 +16,8 @@ Past and present KV become handles. The operators that move the pairs depend on 
               return keys, values, logits                   return logits
 
 Storing right after each attention keeps one layer's 16-bit pairs alive at a time. In decode nothing reads
-the masks any more, so they and all that knew `kv_len` die here. `specache_fx/step_masks.py` applies masks beyond
-padding at run time; for windows `window_masks.py` does.
+the masks any more, so they and all that knew `kv_len` die here. `specache_fx/runners/step_masks.py` applies masks
+beyond padding at run time; for windows `window_masks.py` does.
 
 Latent attention (MLA): the marker gets the new token's latent and the width of its output.
 
@@ -35,9 +35,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from specache_fx.capture.graph_edit import add_placeholder, call
-from specache_fx.capture.graph_slices import eliminate_dead_code
-from specache_fx.capture.graph_utils import placeholders, same_sizes, shape_of, value_of
+from specache_fx.capture.graph.graph_edit import add_placeholder, call
+from specache_fx.capture.graph.graph_slices import eliminate_dead_code
+from specache_fx.capture.graph.graph_utils import placeholders, same_sizes, shape_of, value_of
 from specache_fx.capture.program import AttentionSite, Phase, Program
 from specache_fx.passes.base import Pass
 from specache_fx.runtime import ops  # noqa: F401  (registers torch.ops.specache)

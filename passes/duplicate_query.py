@@ -8,7 +8,7 @@ Everything else is shared, so each weight is read once for both. `batching_rules
 know. The result is an ATen graph of static shapes, in normal form, whose outputs have a leading lane dimension too.
 
 With one lane (lookahead "query" or "none", policy "kivi", or where lanes can't be had) it is traced as it is.
-Of layers that compute the same one is traced (`capture/segments.py`).
+Of layers that compute the same one is traced (`capture/graph/segments.py`).
 
 Unlike the passes before it, this one needs real inputs: it runs when the first decode step does.
 Paper: SpeCache §3.3 and Alg. 3, "simultaneously decode two tokens".
@@ -31,12 +31,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
 
-from specache_fx.capture.graph_edit import call, copy_graph
-from specache_fx.capture.graph_utils import placeholders, value_of
-from specache_fx.capture.normalize_attention import SDPA
+from specache_fx.capture.attention.normalize_attention import SDPA
+from specache_fx.capture.graph.graph_edit import call, copy_graph
+from specache_fx.capture.graph.graph_utils import placeholders, value_of
+from specache_fx.capture.graph.segments import CannotCut, Joined, Segment, cut
+from specache_fx.capture.graph.simplify import simplify
 from specache_fx.capture.program import Program
-from specache_fx.capture.segments import CannotCut, Joined, Segment, cut
-from specache_fx.capture.simplify import simplify
 from specache_fx.passes.batching_rules import register_batching_rules
 
 _EXPAND = torch.ops.aten.expand.default

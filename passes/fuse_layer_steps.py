@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from specache_fx.capture.graph_edit import call
+from specache_fx.capture.graph.graph_edit import call
 from specache_fx.capture.program import Program
 from specache_fx.passes.base import Pass
 from specache_fx.runtime.native.products import is_products

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule
 
-from specache_fx.capture.graph_edit import call
+from specache_fx.capture.graph.graph_edit import call
 from specache_fx.capture.program import Program
 from specache_fx.passes.base import Pass
 from specache_fx.passes.select_topk import PROBE, attentions

@@ -1,6 +1,6 @@
 """The passes in their order, and how they are run.
 
-A graph of Dynamo's, as functional ATen (`capture/trace.py`), goes through `BINDING_PASSES` when it is compiled. A
+A graph of Dynamo's, as functional ATen (`capture/graph/trace.py`), goes through `BINDING_PASSES` when it is compiled. A
 decode graph goes on through `duplicate_query` and `DECODE_PASSES` when its first step runs, with that step's inputs:
 shapes are static from then on.
 """
@@ -30,7 +30,7 @@ from specache_fx.passes.quantize_attention import quantize_attention
 from specache_fx.passes.select_topk import select_topk
 from specache_fx.passes.split_prelude import split_prelude
 from specache_fx.passes.verify import verify, verify_form
-from specache_fx.progress import say_step
+from specache_fx.report.progress import say_step
 
 logger = logging.getLogger(__name__)
 

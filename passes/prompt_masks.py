@@ -19,9 +19,9 @@ from functools import partial
 import torch
 from torch.fx import GraphModule, Node
 
-from specache_fx.capture.cache_side import without_repeat
-from specache_fx.capture.graph_edit import call
-from specache_fx.capture.graph_utils import placeholders
+from specache_fx.capture.caches.cache_side import without_repeat
+from specache_fx.capture.graph.graph_edit import call
+from specache_fx.capture.graph.graph_utils import placeholders
 from specache_fx.capture.program import Program
 from specache_fx.passes.base import Pass
 from specache_fx.passes.bind_cache import STATE

@@ -19,8 +19,8 @@ import operator
 import torch
 from torch.fx import GraphModule
 
-from specache_fx.capture.graph_edit import add_placeholder, call
-from specache_fx.capture.graph_utils import shape_of
+from specache_fx.capture.graph.graph_edit import add_placeholder, call
+from specache_fx.capture.graph.graph_utils import shape_of
 from specache_fx.capture.program import Program
 from specache_fx.passes.base import Pass
 from specache_fx.passes.bind_cache import STATE

@@ -21,8 +21,8 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
-from specache_fx.capture.graph_edit import call
-from specache_fx.capture.graph_utils import value_of
+from specache_fx.capture.graph.graph_edit import call
+from specache_fx.capture.graph.graph_utils import value_of
 from specache_fx.capture.program import Program
 from specache_fx.passes.base import Pass
 

@@ -2,15 +2,15 @@
 
     cos = f(position_ids); out = g(token, cos)   ->   out = g(token, specache_prelude_0)
 
-`capture/find_prelude.py` has cut it out: `Program.decoding.cut`. Runs after `bind_cache`, on decode graphs alone.
+`capture/positions/find_prelude.py` has cut it out: `Program.decoding.cut`. Runs after `bind_cache`, on decode graphs.
 """
 
 from __future__ import annotations
 
 from torch.fx import GraphModule
 
-from specache_fx.capture.graph_slices import eliminate_dead_code
-from specache_fx.capture.graph_utils import placeholders
+from specache_fx.capture.graph.graph_slices import eliminate_dead_code
+from specache_fx.capture.graph.graph_utils import placeholders
 from specache_fx.capture.program import Program
 from specache_fx.passes.base import Pass
 

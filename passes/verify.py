@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from specache_fx.capture.graph_slices import writes_in_place
-from specache_fx.capture.graph_utils import placeholders, value_of
+from specache_fx.capture.graph.graph_slices import writes_in_place
+from specache_fx.capture.graph.graph_utils import placeholders, value_of
 from specache_fx.capture.program import Program
 from specache_fx.errors import PassInvariantError
 from specache_fx.passes.base import Pass

@@ -12,7 +12,7 @@ from torch import nn
 
 from specache_fx.errors import SavedCacheError
 
-Values = Mapping[str, Mapping[str, str]]  # of `specache_fx.traced_values`: module, attribute, value
+Values = Mapping[str, Mapping[str, str]]  # of `specache_fx.direct.traced_values`: module, attribute, value
 
 _INT = re.compile(r"-?\d+")
 _AGAIN = "Read its tokens again, with one model as it is now, and save that cache."

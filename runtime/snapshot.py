@@ -41,7 +41,7 @@ HEADER_FORM = {
     "staged": bool,
     "masks_move": bool,
 }
-"""The `SessionHeader.to_json` of a session (`specache_fx/json_form.py`)."""
+"""The `SessionHeader.to_json` of a session (`specache_fx/saved/json_form.py`)."""
 LOOKAHEAD_OPTIONS = "top_k", "lookahead", "on_miss", "aggregation"
 
 

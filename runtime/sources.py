@@ -1,8 +1,8 @@
 """Inputs that tell a decode graph's place in the sequence, and their values some tokens later.
 
 A decode graph knows its place in several ways: position ids, the length of the past, masks that grow by one. `Sources`
-names these inputs (`capture/find_sources.py` finds them). `Sources.ahead` makes them as they would be some tokens
-later. The *prelude* is computed from them alone: cos and sin, position embeddings. So it can be evaluated for the
+names these inputs (`capture/positions/find_sources.py` finds them). `Sources.ahead` makes them as they would be some
+tokens later. The *prelude* is computed from them alone: cos and sin, position embeddings. So it can be evaluated for the
 output token and for the speculative token that follows it.
 """
 

@@ -24,13 +24,13 @@ from specache_fx.errors import (
 
 if TYPE_CHECKING:
     from specache_fx.api import compile, release, stats
-    from specache_fx.chrome_trace import trace
-    from specache_fx.explanation import Explanation, explain
-    from specache_fx.loading import load
-    from specache_fx.prefix_store import PrefixStore
-    from specache_fx.saving import save
-    from specache_fx.session_stats import SessionStats, StepHits
-    from specache_fx.warming import warm_up
+    from specache_fx.calls.warming import warm_up
+    from specache_fx.report.chrome_trace import trace
+    from specache_fx.report.explanation import Explanation, explain
+    from specache_fx.report.session_stats import SessionStats, StepHits
+    from specache_fx.saved.loading import load
+    from specache_fx.saved.prefix_store import PrefixStore
+    from specache_fx.saved.saving import save
 
 __all__ = [
     "CacheHandleError",
@@ -59,18 +59,18 @@ __all__ = [
 # Names that need torch are imported at first access: else `specache-fx --help` takes seconds. No module of this package
 # may have one of these names: importing it would put the module in the function's place.
 _LAZY = {
-    "SessionStats": "specache_fx.session_stats",
-    "StepHits": "specache_fx.session_stats",
+    "SessionStats": "specache_fx.report.session_stats",
+    "StepHits": "specache_fx.report.session_stats",
     "compile": "specache_fx.api",
     "release": "specache_fx.api",
     "stats": "specache_fx.api",
-    "Explanation": "specache_fx.explanation",
-    "explain": "specache_fx.explanation",
-    "trace": "specache_fx.chrome_trace",
-    "PrefixStore": "specache_fx.prefix_store",
-    "load": "specache_fx.loading",
-    "save": "specache_fx.saving",
-    "warm_up": "specache_fx.warming",
+    "Explanation": "specache_fx.report.explanation",
+    "explain": "specache_fx.report.explanation",
+    "trace": "specache_fx.report.chrome_trace",
+    "PrefixStore": "specache_fx.saved.prefix_store",
+    "load": "specache_fx.saved.loading",
+    "save": "specache_fx.saved.saving",
+    "warm_up": "specache_fx.calls.warming",
 }
 
 

@@ -12,41 +12,41 @@ import torch
 from torch._guards import TracingContext, tracing
 from torch.fx import GraphModule
 
-from specache_fx import dynamo_hooks, graph_breaks
 from specache_fx._log import warn_once
-from specache_fx.border import AtBorder, UnwrapSubclasses, as_taken
 from specache_fx.capture.analyse import analyse, kv_inputs, may_have_cache
-from specache_fx.capture.buffer_reads import BufferRead, buffer_reads, has_past, writes_tokens
-from specache_fx.capture.cache_side import GROWING, LEAVE, LeaveAlone
-from specache_fx.capture.dynamo_graph import needs_gradients
-from specache_fx.capture.fixed_caches import grow
-from specache_fx.capture.flex_attention import with_masks_alone
-from specache_fx.capture.graph_edit import fake_mode_of
-from specache_fx.capture.graph_slices import mutated_inputs
-from specache_fx.capture.graph_utils import (
+from specache_fx.capture.attention.flex_attention import with_masks_alone
+from specache_fx.capture.attention.unknown_forms import CACHE_SO, reader_of
+from specache_fx.capture.caches.buffer_reads import BufferRead, buffer_reads, has_past, writes_tokens
+from specache_fx.capture.caches.cache_side import GROWING, LEAVE, LeaveAlone
+from specache_fx.capture.caches.fixed_caches import grow
+from specache_fx.capture.graph.dynamo_graph import needs_gradients
+from specache_fx.capture.graph.graph_edit import fake_mode_of
+from specache_fx.capture.graph.graph_slices import mutated_inputs
+from specache_fx.capture.graph.graph_utils import (
     device_kind,
     placeholders,
     reads_shape_only,
     value_of,
 )
+from specache_fx.capture.graph.subclasses import flatten
+from specache_fx.capture.graph.trace import TraceError, trace
 from specache_fx.capture.program import Phase, Program, Refusal, merged_messages
-from specache_fx.capture.subclasses import flatten
-from specache_fx.capture.trace import TraceError, trace
-from specache_fx.capture.unknown_forms import CACHE_SO, reader_of
 from specache_fx.config import SpecacheConfig
-from specache_fx.decode_runner import Decode
+from specache_fx.direct.traced_values import Values, traced
+from specache_fx.dynamo import dynamo_hooks, graph_breaks
+from specache_fx.dynamo.retrace import count_as_growing, trace_as_growing
 from specache_fx.errors import ConfigError, SpecacheError, UnsupportedGraphError
-from specache_fx.fixed_runner import FixedCacheRunner, Growing
 from specache_fx.lowering import Compiled, example_state, layer_form, lower, lower_prompt
 from specache_fx.passes.pipeline import BINDING_PASSES, OPTIONAL, Observer, run_passes
 from specache_fx.resets import reset
-from specache_fx.retrace import count_as_growing, trace_as_growing
-from specache_fx.runners import Extend, LeftAlone, Prefill, compiling
+from specache_fx.runners.base import Extend, LeftAlone, Prefill, compiling
+from specache_fx.runners.border import AtBorder, UnwrapSubclasses, as_taken
+from specache_fx.runners.decode_runner import Decode
+from specache_fx.runners.fixed_runner import FixedCacheRunner, Growing
 from specache_fx.runtime.handle_form import is_laid_out
 from specache_fx.runtime.host_blocks import check_host_dir, resolve_host
 from specache_fx.runtime.kernels import check_forms, check_kernel, choose_kernel
 from specache_fx.runtime.quant import make_quantizer
-from specache_fx.traced_values import Values, traced
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from typer import Option
 
-from specache_fx.cli_common import JsonFile, as_bad_parameter, check_dtype, check_folder, write_json
 from specache_fx.config import POLICIES, SpecacheConfig
 from specache_fx.errors import ConfigError
-from specache_fx.model_shape import ModelShape, load_model_shape
+from specache_fx.report.cli_common import JsonFile, as_bad_parameter, check_dtype, check_folder, write_json
+from specache_fx.report.model_shape import ModelShape, load_model_shape
 from specache_fx.sizes import parse_size
 
 _DEFAULTS = SpecacheConfig()
@@ -67,7 +67,7 @@ def plan_command(
     json_file: JsonFile = None,
 ) -> None:
     """Plan the bytes of a KV cache on the device and on the host."""
-    from specache_fx.plan import PlanSettings, plan_rows, plan_table
+    from specache_fx.report.plan import PlanSettings, plan_rows, plan_table
 
     check_folder(json_file)
     with as_bad_parameter():
@@ -120,13 +120,13 @@ def explain_command(
     tokens: Annotated[int, Option(min=2, help="Of the prompt that is traced.")] = 16,
 ) -> None:
     """Say what becomes of a model's attention, and why, by running its first layers once."""
-    from specache_fx.quiet import quiet
+    from specache_fx.report.quiet import quiet
 
     with quiet(), as_bad_parameter():
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        from specache_fx.explanation import explain
+        from specache_fx.report.explanation import explain
 
         try:
             config = AutoConfig.from_pretrained(model)
@@ -164,14 +164,14 @@ def demo_command(
     check_dtype(dtype)
     with as_bad_parameter():
         SpecacheConfig.from_options({"lowering": lowering})
-    from specache_fx.quiet import quiet
+    from specache_fx.report.quiet import quiet
 
     console = Console()
     columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress, quiet(threads), as_bad_parameter():
         # Inside: torchao and transformers print most of their notices while their imports run.
-        from specache_fx.demo import METHODS, DemoSettings, demo_json, demo_table, run_demo
         from specache_fx.examples.needle import MODEL_DIR
+        from specache_fx.report.demo import METHODS, DemoSettings, demo_json, demo_table, run_demo
 
         settings = DemoSettings(
             str(model or MODEL_DIR), prompts, context, records, seed, batch_size, dtype, lowering

@@ -36,7 +36,7 @@ from specache_bench.speed import SIZES, Attention, DecodeSteps, ModelSize
 from specache_bench.timing import memory_bandwidth, seconds_of
 from specache_fx.compiled import uncompile
 from specache_fx.config import SpecacheConfig
-from specache_fx.provenance import provenance
+from specache_fx.report.provenance import provenance
 from specache_fx.runtime import triton_ops
 
 ROOT = Path(__file__).resolve().parents[2]

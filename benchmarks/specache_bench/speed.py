@@ -28,9 +28,9 @@ from specache_bench.methods import OURS, CacheMethod, CpuPeer, make_method, plai
 from specache_bench.records import Method, check_options, read_spelling
 from specache_bench.timing import Timing, Turn, busy_processes, memory_bandwidth, seconds_of, take_turns
 from specache_bench.workers import CPU_PEERS
-from specache_fx.chrome_trace import write_trace
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import ConfigError
+from specache_fx.report.chrome_trace import write_trace
 from specache_fx.runtime.kernels import DecodeInputs, choose_kernel
 from specache_fx.runtime.kernels.reference import ReferenceKernel
 from specache_fx.runtime.quant import make_quantizer

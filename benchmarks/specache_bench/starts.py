@@ -22,10 +22,10 @@ import torch
 import specache_fx
 from specache_bench.lab import Lab
 from specache_bench.workloads import read_windows
-from specache_fx import fingerprint
 from specache_fx.errors import ConfigError
-from specache_fx.quiet import quiet
-from specache_fx.saving import FILE
+from specache_fx.report.quiet import quiet
+from specache_fx.saved import fingerprint
+from specache_fx.saved.saving import FILE
 
 CONTEXT, QUESTION, NEW_TOKENS, ASKS = 4096, 16, 32, 5
 READS, IN_MEMORY, ON_DISK = "reads all", "loads, file in memory", "loads, file on disk"

@@ -15,13 +15,15 @@ from dataclasses import replace
 import torch
 from torch.fx import GraphModule, Node
 
-from specache_fx.capture.cache_side import LeaveAlone
-from specache_fx.capture.find_prelude import find_prelude
-from specache_fx.capture.find_sources import find_sources, find_token, fixed_sizes, kv_lens
-from specache_fx.capture.flex_attention import as_sdpa, from_flex, is_flex
-from specache_fx.capture.graph_edit import finish
-from specache_fx.capture.graph_slices import ancestors
-from specache_fx.capture.graph_utils import (
+from specache_fx.capture.attention.flex_attention import as_sdpa, from_flex, is_flex
+from specache_fx.capture.attention.match_attention import match_attention, phase_of
+from specache_fx.capture.attention.normalize_attention import SDPA, from_sdpa
+from specache_fx.capture.attention.run_form import from_softmax
+from specache_fx.capture.caches.cache_side import LeaveAlone
+from specache_fx.capture.caches.heads_first import heads_first
+from specache_fx.capture.graph.graph_edit import finish
+from specache_fx.capture.graph.graph_slices import ancestors
+from specache_fx.capture.graph.graph_utils import (
     is_float,
     is_static_input,
     placeholders,
@@ -30,18 +32,16 @@ from specache_fx.capture.graph_utils import (
     value_of,
     weight_name,
 )
-from specache_fx.capture.heads_first import heads_first
-from specache_fx.capture.lanes import drawn_in, effect_of, kept_cache_of, single_lane
-from specache_fx.capture.mask_graphs import find_prompt_masks, find_window_masks, with_masks
-from specache_fx.capture.mask_rows import CallsOnce, UnknownFormError
-from specache_fx.capture.match_attention import match_attention, phase_of
-from specache_fx.capture.newest_tokens import NEWEST_OF, newest_tokens
-from specache_fx.capture.normalize_attention import SDPA, from_sdpa
-from specache_fx.capture.outputs import find_logits, plan_outputs
+from specache_fx.capture.positions.find_prelude import find_prelude
+from specache_fx.capture.positions.find_sources import find_sources, find_token, fixed_sizes, kv_lens
+from specache_fx.capture.positions.lanes import drawn_in, effect_of, kept_cache_of, single_lane
+from specache_fx.capture.positions.mask_graphs import find_prompt_masks, find_window_masks, with_masks
+from specache_fx.capture.positions.mask_rows import CallsOnce, UnknownFormError
+from specache_fx.capture.positions.newest_tokens import NEWEST_OF, newest_tokens
+from specache_fx.capture.positions.outputs import find_logits, plan_outputs
 from specache_fx.capture.program import AttentionCore, AttentionSite, Decoding, Phase, Program, Refusal
-from specache_fx.capture.run_form import from_softmax
 from specache_fx.config import SpecacheConfig
-from specache_fx.progress import say_step
+from specache_fx.report.progress import say_step
 from specache_fx.runtime.sources import Sources
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch._ops import OpOverload
 from torch.fx import Node
 
-from specache_fx.capture.cache_side import Side
+from specache_fx.capture.caches.cache_side import Side
 from specache_fx.config import SpecacheConfig
 from specache_fx.runtime.expansion import Expansion
 from specache_fx.runtime.graph_part import Part
@@ -211,8 +211,8 @@ class Program:
         inputs: Names of the graph's placeholders: Dynamo's, then those of `newest_inputs` and
             the values of pairs (`input_forms`).
         weights: Positions of parameters and buffers among Dynamo's inputs, each with its name in the module.
-        values: Python values of modules that are constants of the graph (`specache_fx/traced_values.py`). None where
-            they can't be read.
+        values: Python values of modules that are constants of the graph (`specache_fx/direct/traced_values.py`). None
+            where they can't be read.
         floats: Positions of inputs that are floats of modules: module and attribute.
         past_inputs: Positions of the past KV inputs among Dynamo's, keys and values in turn.
         other_kv_inputs: Positions of inputs that could be KV tensors too, and stay as they are.

@@ -22,11 +22,11 @@ from torch.fx import GraphModule
 
 import specache_fx.backend
 from specache_fx.backend import Backend
+from specache_fx.calls.dispatcher import Dispatcher
 from specache_fx.capture.program import Program
 from specache_fx.compiled import uncompile
 from specache_fx.config import SpecacheConfig
-from specache_fx.decode_runner import Decode, DecodeGraph
-from specache_fx.dispatcher import Dispatcher
+from specache_fx.runners.decode_runner import Decode, DecodeGraph
 from specache_fx.runtime import decode_step
 from specache_fx.runtime.session import Session
 

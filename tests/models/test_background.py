@@ -29,9 +29,10 @@ from torch._dynamo.utils import counters
 from transformers import DynamicCache
 
 import specache_fx
-from specache_fx import background, decode_runner, rehearsal
+from specache_fx.calls import background, rehearsal
+from specache_fx.calls.this_thread import here
 from specache_fx.errors import ConfigError
-from specache_fx.this_thread import here
+from specache_fx.runners.base import decode_runner
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 EXACT = {**SMALL, "bits": 16}
@@ -372,7 +373,7 @@ from support.zoo import SMALL, WINDOW, build, left_padded
 import specache_fx
 model = specache_fx.compile(build("llama", num_hidden_layers=8), warm="background", **SMALL)
 model.generate(**left_padded((23,)), max_new_tokens=3, do_sample=False)
-from specache_fx import background
+from specache_fx.calls import background
 print(background.threads.are_running)
 """
 

@@ -20,8 +20,8 @@ from transformers import activations
 from transformers.models.llama import modeling_llama
 
 import specache_fx
-from specache_fx.direct_trace import trace_step
-from specache_fx.model_state import ModelState, reason_against
+from specache_fx.direct.direct_trace import trace_step
+from specache_fx.direct.model_state import ModelState, reason_against
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 IDS = torch.arange(3, 40)[None]
@@ -469,7 +469,7 @@ def test_the_garbage_collector_waits_for_a_compile(collects: bool, monkeypatch: 
         collected.append(gc.isenabled())
         return trace_step(*given)
 
-    monkeypatch.setattr("specache_fx.direct_step.trace_step", note)
+    monkeypatch.setattr("specache_fx.direct.direct_step.trace_step", note)
     if not collects:
         gc.disable()
     try:

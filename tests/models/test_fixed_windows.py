@@ -22,7 +22,7 @@ from transformers import (
 
 import specache_fx
 from specache_fx.errors import CacheHandleError
-from specache_fx.runners import inference
+from specache_fx.runners.base import inference
 from specache_fx.runtime import fixed_buffers
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")

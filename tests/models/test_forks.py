@@ -22,7 +22,8 @@ from support.zoo import SMALL, build, left_padded
 from torch import Tensor, nn
 
 import specache_fx
-from specache_fx import CacheHandleError, SpecacheConfig, progress
+from specache_fx import CacheHandleError, SpecacheConfig
+from specache_fx.report import progress
 from specache_fx.runtime import handle, registry
 from specache_fx.runtime.give_back import give_back
 from specache_fx.runtime.handle_tensor import plain

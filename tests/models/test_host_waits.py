@@ -14,7 +14,7 @@ from support.zoo import build
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import specache_fx
-from specache_fx.decode_runner import Decode
+from specache_fx.runners.decode_runner import Decode
 
 pytestmark = [pytest.mark.usefixtures("fresh_dynamo"), needs_triton]
 

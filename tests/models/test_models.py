@@ -17,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import specache_fx
 from specache_fx.backend import Backend
-from specache_fx.capture.graph_utils import placeholders
+from specache_fx.capture.graph.graph_utils import placeholders
 from specache_fx.capture.program import Phase, Program
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")

@@ -22,8 +22,9 @@ from support.zoo import SMALL, build
 from torch import Tensor
 
 import specache_fx
-from specache_fx import ConfigError, PrefixStore, SavedCacheError, prefix_store
-from specache_fx.saving import content, write_to
+from specache_fx import ConfigError, PrefixStore, SavedCacheError
+from specache_fx.saved import prefix_store
+from specache_fx.saved.saving import content, write_to
 
 OPTIONS: dict[str, Any] = {**SMALL, "bits": 1, "sink_tokens": 2}
 DOCUMENT = torch.randint(3, 128, (1, 60), generator=torch.Generator().manual_seed(1))

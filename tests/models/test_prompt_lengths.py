@@ -21,7 +21,7 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.nn.attention import flex_attention as flex
 
 import specache_fx
-from specache_fx import dynamo_hooks
+from specache_fx.dynamo import dynamo_hooks
 from specache_fx.runtime import registry
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")

@@ -16,7 +16,7 @@ from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, I
 from torchao.quantization.granularity import PerGroup
 
 import specache_fx
-from specache_fx.capture.subclasses import flatten, unflatten
+from specache_fx.capture.graph.subclasses import flatten, unflatten
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch._dynamo.convert_frame import FRAME_COMPILE_COUNTER
 
 import specache_fx
-from specache_fx import UnsupportedGraphError, graph_breaks
+from specache_fx import UnsupportedGraphError
+from specache_fx.dynamo import graph_breaks
 
 LIMITS = ("recompile_limit", "accumulated_recompile_limit")
 OPTIONS = {**SMALL, "bits": 16}

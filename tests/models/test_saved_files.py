@@ -25,8 +25,8 @@ from torch import Tensor
 import specache_fx
 from specache_fx import PrefixStore, SavedCacheError
 from specache_fx._log import forget_warnings
-from specache_fx.saving import FILE, content, write_to
-from specache_fx.tensor_file import PARTIAL
+from specache_fx.saved.saving import FILE, content, write_to
+from specache_fx.saved.tensor_file import PARTIAL
 
 DOCUMENT = torch.randint(3, 128, (1, 40), generator=torch.Generator().manual_seed(1))
 LONGER = torch.cat([DOCUMENT, DOCUMENT[:, :5]], 1)
@@ -288,7 +288,7 @@ def test_what_a_killed_save_left_goes_with_the_next_one_and_no_other(model: Any,
     program = """
         import sys, time
         from pathlib import Path
-        from specache_fx.tensor_file import replacing
+        from specache_fx.saved.tensor_file import replacing
         with replacing(Path(sys.argv[1])) as file:
             file.write(b"half")
             file.flush()

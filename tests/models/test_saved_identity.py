@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import specache_fx
 from specache_fx import PrefixStore, SavedCacheError
-from specache_fx.saving import FILE
-from specache_fx.tensor_file import opened
+from specache_fx.saved.saving import FILE
+from specache_fx.saved.tensor_file import opened
 
 PROMPT = torch.randint(3, 128, (1, 30), generator=torch.Generator().manual_seed(1))
 LONGER = torch.cat([PROMPT, PROMPT[:, :5]], 1)
@@ -443,7 +443,7 @@ def test_a_cache_of_two_modules_whose_numbers_share_a_name_is_not_saved(tmp_path
 def test_a_torch_whose_guards_cannot_be_read_computes_and_saves_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("specache_fx.traced_values.new_values", None)
+    monkeypatch.setattr("specache_fx.direct.traced_values.new_values", None)
     torch._dynamo.reset()
     past = read(specache_fx.compile(build("plain", 1), bits=16, **SMALL, prompts="traced"))
     assert past.get_seq_length() == PROMPT.shape[1]

@@ -36,10 +36,11 @@ from support.zoo import SMALL, TWO_LANES, build
 from torch import nn
 
 import specache_fx
-from specache_fx import CacheHandleError, ConfigError, HostMemoryError, SavedCacheError, saving
-from specache_fx.fingerprint import digest, weight_digest
+from specache_fx import CacheHandleError, ConfigError, HostMemoryError, SavedCacheError
 from specache_fx.runtime.native import graph_ops
-from specache_fx.saving import FILE, FORMAT, content, write_to
+from specache_fx.saved import saving
+from specache_fx.saved.fingerprint import digest, weight_digest
+from specache_fx.saved.saving import FILE, FORMAT, content, write_to
 
 Told = dict[str, dict[str, Any]]
 

@@ -19,7 +19,7 @@ import os
 from pathlib import Path
 import torch
 from torch._dynamo.utils import counters
-from specache_fx import progress
+from specache_fx.report import progress
 from transformers import LlamaConfig, LlamaForCausalLM
 
 given = Path(os.environ.get("ARTIFACTS", "none"))

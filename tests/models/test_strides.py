@@ -10,8 +10,8 @@ from support.zoo import SMALL, build, left_padded
 from torch import Tensor
 
 import specache_fx
-from specache_fx import decode_runner
 from specache_fx.lowering import lower_static
+from specache_fx.runners.base import decode_runner
 
 BEFORE, LENGTHS = 20, (31, 33, 35, 37)
 

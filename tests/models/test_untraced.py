@@ -20,11 +20,11 @@ from torch._dynamo.utils import counters
 from transformers import AttentionInterface, DynamicCache, QuantizedCache, StaticCache
 
 import specache_fx
-from specache_fx.call import Call
+from specache_fx.calls.call import Call
+from specache_fx.calls.this_thread import having, here
 from specache_fx.errors import CacheHandleError, ConfigError, SavedCacheError
 from specache_fx.runtime import claims, registry
 from specache_fx.runtime.handle_tensor import Handle
-from specache_fx.this_thread import having, here
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

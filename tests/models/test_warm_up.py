@@ -12,7 +12,8 @@ from support.zoo import SMALL, WINDOW, build, left_padded
 from transformers import T5Config, T5ForConditionalGeneration
 
 import specache_fx
-from specache_fx import ConfigError, decode_runner
+from specache_fx import ConfigError
+from specache_fx.runners.base import decode_runner
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 CASES = [

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 import specache_fx
-from specache_fx import UnsupportedGraphError, decode_runner
+from specache_fx import UnsupportedGraphError
+from specache_fx.runners.base import decode_runner
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 Write = Callable[[Tensor], Any]

@@ -12,15 +12,15 @@ from support.zoo import build
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from specache_fx.border import as_taken
 from specache_fx.capture.analyse import analyse
-from specache_fx.capture.graph_utils import placeholders, value_of
+from specache_fx.capture.graph.graph_utils import placeholders, value_of
+from specache_fx.capture.graph.trace import trace
 from specache_fx.capture.program import Phase, Program
-from specache_fx.capture.trace import trace
 from specache_fx.config import SpecacheConfig
 from specache_fx.lowering import fused_layers
 from specache_fx.passes.duplicate_query import duplicate_query, lane_inputs
 from specache_fx.passes.pipeline import BINDING_PASSES, run_passes
+from specache_fx.runners.border import as_taken
 
 
 @dataclass(frozen=True)

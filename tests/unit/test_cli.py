@@ -26,10 +26,10 @@ from typer.testing import CliRunner
 
 from specache_fx.cli import app
 from specache_fx.config import BITS, SpecacheConfig
-from specache_fx.demo import METHODS
 from specache_fx.errors import ConfigError
-from specache_fx.model_shape import ModelShape
-from specache_fx.plan import plan
+from specache_fx.report.demo import METHODS
+from specache_fx.report.model_shape import ModelShape
+from specache_fx.report.plan import plan
 from specache_fx.sizes import format_size, parse_size
 
 MISTRAL_7B = ["--layers", "32", "--kv-heads", "8", "--head-dim", "128", "--context", "32768"]

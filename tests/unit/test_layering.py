@@ -18,34 +18,44 @@ FOLDERS = {"specache_fx": "specache_fx", "passes": "specache_fx.passes", "runtim
 # Highest first. A name stands for itself and, if it is a package, for all in it that has no line of its own.
 RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.cli",),
-    ("specache_fx.cli_common",),
-    ("specache_fx.demo",),
+    ("specache_fx.report.cli_common",),
+    ("specache_fx.report.demo",),
     ("specache_fx.examples",),
     ("specache_fx",),  # only its __init__
     ("specache_fx.entry_point",),
-    ("specache_fx.prefix_store", "specache_fx.warming"),
-    ("specache_fx.loading",),
-    ("specache_fx.saving",),
-    ("specache_fx.explanation", "specache_fx.api", "specache_fx.plan", "specache_fx.chrome_trace"),
-    ("specache_fx.dispatcher",),
-    ("specache_fx.backend",),
-    ("specache_fx.filling", "specache_fx.rehearsal", "specache_fx.background", "specache_fx.direct_step"),
-    ("specache_fx.static_cache",),
-    ("specache_fx.call", "specache_fx.direct_trace"),
-    ("specache_fx.model_twin",),
-    ("specache_fx.retrace",),
-    ("specache_fx.dynamo_hooks",),
+    ("specache_fx.saved.prefix_store", "specache_fx.calls.warming"),
+    ("specache_fx.saved.loading",),
+    ("specache_fx.saved.saving",),
     (
-        "specache_fx.decode_runner",
-        "specache_fx.fixed_runner",
-        "specache_fx.session_stats",
+        "specache_fx.report.explanation",
+        "specache_fx.api",
+        "specache_fx.report.plan",
+        "specache_fx.report.chrome_trace",
     ),
-    ("specache_fx.border",),
-    ("specache_fx.runners", "specache_fx.step_masks", "specache_fx.graph_inputs"),
-    ("specache_fx.lowering", "specache_fx.tensor_file"),
-    ("specache_fx.layer_parts", "specache_fx.graph_breaks"),
-    ("specache_fx.fingerprint",),
-    ("specache_fx.traced_values", "specache_fx.json_form", "specache_fx.known_caches"),
+    ("specache_fx.calls.dispatcher",),
+    ("specache_fx.backend",),
+    (
+        "specache_fx.calls.filling",
+        "specache_fx.calls.rehearsal",
+        "specache_fx.calls.background",
+        "specache_fx.direct.direct_step",
+    ),
+    ("specache_fx.calls.static_cache",),
+    ("specache_fx.calls.call", "specache_fx.direct.direct_trace"),
+    ("specache_fx.direct.model_twin",),
+    ("specache_fx.dynamo.retrace",),
+    ("specache_fx.dynamo.dynamo_hooks",),
+    (
+        "specache_fx.runners.decode_runner",
+        "specache_fx.runners.fixed_runner",
+        "specache_fx.report.session_stats",
+    ),
+    ("specache_fx.runners.border",),
+    ("specache_fx.runners.base", "specache_fx.runners.step_masks", "specache_fx.runners.graph_inputs"),
+    ("specache_fx.lowering", "specache_fx.saved.tensor_file"),
+    ("specache_fx.runners.layer_parts", "specache_fx.dynamo.graph_breaks"),
+    ("specache_fx.saved.fingerprint",),
+    ("specache_fx.direct.traced_values", "specache_fx.saved.json_form", "specache_fx.calls.known_caches"),
     ("specache_fx.passes",),
     ("specache_fx.capture",),
     ("specache_fx.runtime.ops",),
@@ -102,15 +112,26 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.runtime.cudart",),
     ("specache_fx.runtime.library_cache", "specache_fx.runtime.machine_memory"),
     ("specache_fx.runtime",),  # only its __init__, which imports nothing
-    ("specache_fx.quiet", "specache_fx.inductor_start"),
-    ("specache_fx.this_thread",),
-    ("specache_fx.progress",),
-    ("specache_fx.config", "specache_fx.sizes", "specache_fx.model_shape"),
-    ("specache_fx.provenance",),
-    ("specache_fx.compiled", "specache_fx.cache_tree"),
-    ("specache_fx.model_state",),
+    ("specache_fx.report.quiet", "specache_fx.direct.inductor_start"),
+    ("specache_fx.calls.this_thread",),
+    ("specache_fx.report.progress",),
+    ("specache_fx.config", "specache_fx.sizes", "specache_fx.report.model_shape"),
+    ("specache_fx.report.provenance",),
+    ("specache_fx.compiled", "specache_fx.saved.cache_tree"),
+    ("specache_fx.direct.model_state",),
     ("specache_fx.errors", "specache_fx._log"),
     ("specache_fx.resets",),
+)
+BARE = (
+    "",
+    "specache_fx",
+    "specache_fx.runtime",
+    "specache_fx.calls",
+    "specache_fx.direct",
+    "specache_fx.dynamo",
+    "specache_fx.runners",
+    "specache_fx.saved",
+    "specache_fx.report",
 )
 RANK = {name: len(RANKS) - i for i, names in enumerate(RANKS) for name in names}
 # Packages whose modules may import one another.
@@ -145,7 +166,7 @@ def place(module: str) -> str | None:
         return module
     parent = module.rpartition(".")[0]
     # The bare package names stand for their `__init__` alone: a new module of theirs needs a line.
-    return None if parent in ("", "specache_fx", "specache_fx.runtime") else place(parent)
+    return None if parent in BARE else place(parent)
 
 
 def imports(tree: ast.Module) -> Iterator[tuple[int, str]]:

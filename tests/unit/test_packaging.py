@@ -151,10 +151,10 @@ def test_import_and_help_load_no_torch() -> None:
         except SystemExit as end:
             assert not end.code
         assert not {"torch", "transformers", "numpy"} & set(sys.modules)
-        import specache_fx.api, specache_fx.explanation  # whatever was imported first, names are what they say
+        import specache_fx.api, specache_fx.report.explanation  # whatever was imported first, names are what they say
         assert set(specache_fx.__all__) <= set(dir(specache_fx))
         assert all(callable(getattr(specache_fx, name)) for name in specache_fx.__all__)
-        assert specache_fx.explain is specache_fx.explanation.explain
+        assert specache_fx.explain is specache_fx.report.explanation.explain
         assert not hasattr(specache_fx, "nothing")
         import torch
         assert torch.compile(torch.nn.Linear(2, 2), backend="specache") is not None

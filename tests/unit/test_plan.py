@@ -14,8 +14,8 @@ from support.strategies import HEAD_DIMS, configs, policies, quantizers
 
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import ConfigError
-from specache_fx.model_shape import ModelShape
-from specache_fx.plan import MemoryPlan, largest_batch, plan
+from specache_fx.report.model_shape import ModelShape
+from specache_fx.report.plan import MemoryPlan, largest_batch, plan
 from specache_fx.runtime.layout import LayerShape
 from specache_fx.runtime.session import Session
 

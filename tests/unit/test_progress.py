@@ -16,12 +16,12 @@ from support.zoo import build
 from torch import nn
 
 import specache_fx
-from specache_fx import progress
+from specache_fx.report import progress
 
 COMPILE = """
 import logging, sys, time
-from specache_fx import progress
-from specache_fx.progress import announced, muted, say_step
+from specache_fx.report import progress
+from specache_fx.report.progress import announced, muted, say_step
 progress.QUIET_SECONDS = 0.3
 {setup}
 print("before")
@@ -111,7 +111,7 @@ def test_the_log_says_the_time_at_info() -> None:
     _, err = in_a_pipe(script(setup="logging.basicConfig(level=logging.INFO)"))
     (line,) = err.splitlines()[1:]
     assert re.fullmatch(
-        r"INFO:specache_fx.progress:specache: compiled the decode step \(30 layers\) in \d+ s", line
+        r"INFO:specache_fx.report.progress:specache: compiled the decode step \(30 layers\) in \d+ s", line
     )
 
 
@@ -180,7 +180,7 @@ def test_the_trace_of_a_decode_step_is_told_once(
 ) -> None:
     monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
     model: Any = specache_fx.compile(build("llama", 1), bits=2, lowering="eager")
-    with caplog.at_level("INFO", logger="specache_fx.progress"):
+    with caplog.at_level("INFO", logger="specache_fx.report.progress"):
         past = model(torch.arange(3, 40)[None], use_cache=True).past_key_values
         assert not caplog.messages
         for _ in range(3):
@@ -198,6 +198,6 @@ def test_nothing_is_said_of_a_graph_that_is_left_alone(
     """A model without a KV cache is compiled as Inductor compiles it, which says nothing."""
     monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
     compiled = torch.compile(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), backend="specache")
-    with caplog.at_level("INFO", logger="specache_fx.progress"), torch.set_grad_enabled(gradients):
+    with caplog.at_level("INFO", logger="specache_fx.report.progress"), torch.set_grad_enabled(gradients):
         assert compiled(torch.ones(2, 4)).requires_grad is gradients
     assert caplog.messages == []

@@ -13,7 +13,7 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from specache_fx.capture.fake_results import FakeResults
+from specache_fx.capture.graph.fake_results import FakeResults
 
 
 class Watched:

@@ -8,7 +8,7 @@ from support.captured import captured
 from support.zoo import build
 from torch import nn
 
-from specache_fx.capture.graph_utils import target_name
+from specache_fx.capture.graph.graph_utils import target_name
 from specache_fx.capture.program import Phase, Program
 from specache_fx.runtime.sources import Prelude
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from support import graphs
 
-from specache_fx.capture.newest_tokens import newest_tokens
+from specache_fx.capture.positions.newest_tokens import newest_tokens
 
 
 class Sliced(torch.nn.Module):

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import scaled_dot_product_attention
 
 from specache_fx.capture.analyse import analyse
-from specache_fx.capture.graph_edit import copy_graph
+from specache_fx.capture.graph.graph_edit import copy_graph
 from specache_fx.capture.program import Phase, Program
 from specache_fx.config import SpecacheConfig
 from specache_fx.passes.base import Pass

@@ -12,7 +12,7 @@ from support import graphs
 from support.graphs import Captured
 from torch.fx import GraphModule
 
-from specache_fx.capture.graph_utils import placeholders
+from specache_fx.capture.graph.graph_utils import placeholders
 from specache_fx.capture.program import Phase
 from specache_fx.config import SpecacheConfig
 from specache_fx.passes.pipeline import DECODE_PASSES, run_passes

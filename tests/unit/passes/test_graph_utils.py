@@ -10,9 +10,9 @@ import torch
 from support import graphs
 from torch import Tensor, fx
 
-from specache_fx.capture.graph_edit import copy_graph
-from specache_fx.capture.graph_slices import constant_of, draws_random_numbers, eliminate_dead_code
-from specache_fx.capture.graph_utils import concatenated, placeholders, target_name
+from specache_fx.capture.graph.graph_edit import copy_graph
+from specache_fx.capture.graph.graph_slices import constant_of, draws_random_numbers, eliminate_dead_code
+from specache_fx.capture.graph.graph_utils import concatenated, placeholders, target_name
 from specache_fx.runtime import ops  # noqa: F401  (registers torch.ops.specache)
 
 

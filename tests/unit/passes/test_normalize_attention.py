@@ -13,11 +13,11 @@ from support import graphs
 from support.captured import captured
 from torch import Tensor, nn
 
-from specache_fx.capture import run_form
-from specache_fx.capture.graph_utils import shape_of
-from specache_fx.capture.mask_rows import CallsOnce, UnknownFormError
+from specache_fx.capture.attention import run_form
+from specache_fx.capture.attention.run_form import from_softmax
+from specache_fx.capture.graph.graph_utils import shape_of
+from specache_fx.capture.positions.mask_rows import CallsOnce, UnknownFormError
 from specache_fx.capture.program import AttentionCore, Phase, Program
-from specache_fx.capture.run_form import from_softmax
 
 HERE = Path(__file__).name
 MIN = torch.finfo(torch.float32).min

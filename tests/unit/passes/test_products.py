@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from specache_fx.capture.graph.simplify import simplify
 from specache_fx.capture.program import Phase, Program
-from specache_fx.capture.simplify import simplify
 from specache_fx.config import SpecacheConfig
 from specache_fx.passes.few_row_products import few_row_products
 from specache_fx.passes.pipeline import DECODE_PASSES, run_passes

@@ -12,8 +12,8 @@ from support import graphs
 from support.captured import captured
 from torch.fx import GraphModule, Node
 
-from specache_fx.capture.graph_edit import call, copy_graph
-from specache_fx.capture.graph_utils import placeholders
+from specache_fx.capture.graph.graph_edit import call, copy_graph
+from specache_fx.capture.graph.graph_utils import placeholders
 from specache_fx.capture.program import Phase, Program
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import PassInvariantError

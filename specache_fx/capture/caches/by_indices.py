@@ -1,0 +1,491 @@
+"""Caches understood by moving indices: no operator between a cache and its attention is read.
+
+    keys = cat([past, k], 1); out = sdpa(q, transpose(repeat_kv(keys), 1, 2), ...)
+
+Between a cache and the attention lie operators that move elements and compute none. They run on ids, one for each
+element of the past and of this call's tokens. The result says where each element of keys and values comes from: the
+form of the cache, the past that is appended to, this call's tokens, and the heads that are repeated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import GraphModule, Node
+
+from specache_fx.capture.caches.id_runs import ROOM, MovedPart, Operand
+from specache_fx.capture.graph.graph_slices import ancestors
+from specache_fx.capture.graph.graph_utils import (
+    is_float,
+    is_integer,
+    is_static_input,
+    same_sizes,
+    shape_of,
+    value_of,
+)
+from specache_fx.runtime.handle_form import (
+    FOLDED,
+    FORMS,
+    HEADS_FIRST,
+    MOST_DIMS,
+    PAIR,
+    dims_of,
+    num_sides,
+    sides_of,
+    token_dim,
+)
+
+_STARTS = ((3, 1), (0, 1))
+"""The row that tokens are written at, and a step to that of others; the second where a prompt has no room behind 3."""
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where keys or values of an attention come from.
+
+    Attributes:
+        tensor: The cache that is returned, or all that is in a buffer after this call.
+        form: Its form.
+        side: Of a pair: 0 for keys, 1 for values.
+        num_kv_heads: Its heads.
+        is_tiled: Heads are repeated one after the other, as `repeat` does, and not each by itself.
+        new: This call's tokens.
+        new_form: The form of `new`, which may hold both sides of a pair.
+    """
+
+    tensor: Node
+    form: str
+    side: int
+    num_kv_heads: int
+    is_tiled: bool
+    new: Node
+    new_form: str
+
+
+@dataclass(frozen=True)
+class Moved(Source):
+    """What an operand is made of, where a cache grows.
+
+    Attributes:
+        past: The input that tokens are appended to; None in a prompt.
+        between: The nodes that move them.
+        is_read: The operand is computed from the cache itself, and not beside it.
+    """
+
+    past: Node | None
+    between: frozenset[Node]
+    is_read: bool
+
+
+class Tokens(Enum):
+    """The number of tokens that a buffer holds before a call, by its way of writing."""
+
+    ANY = "any"
+    NONE = "none"
+    SOME = "some"  # `Written.position` of them
+    FULL = "as many as it has room for"
+
+
+@dataclass(frozen=True)
+class Written(Source):
+    """What an operand is made of, where a buffer of fixed length is written in place.
+
+    Attributes:
+        position: Where the first token is written, or where each is: a number, or a node. It tells nothing with
+            `Tokens.NONE` and `FULL`.
+        end: Where the rows end that are read; None where all are, or this call's tokens alone.
+        reads_new: The operand is this call's tokens, and not read from the buffer.
+        window: Tokens that the buffer has room for, where it keeps the newest; None where it keeps all.
+        before: Tokens that it has to hold before this call.
+        buffer: The input that is written, or what this call makes for it; None where all of it is written.
+    """
+
+    position: Any
+    end: Any = None
+    reads_new: bool = False
+    window: int | None = None
+    before: Tokens = Tokens.ANY
+    buffer: Node | None = None
+
+    @property
+    def is_input(self) -> bool:
+        """Whether the buffer is there before this call."""
+        return self.buffer is not None and self.buffer.op == "placeholder"
+
+    @property
+    def capacity(self) -> Any:
+        """Tokens that the buffer has room for."""
+        return (shape_of(self.tensor) or ())[token_dim(self.form)]
+
+    @property
+    def q_len(self) -> Any:
+        """The number of tokens that are written."""
+        return (shape_of(self.new) or ())[token_dim(self.new_form)]
+
+
+class ById:
+    """What attentions of a graph read, found by ids. Layers that are alike are run once.
+
+    Args:
+        gm: The graph, which may be edited between two questions.
+    """
+
+    def __init__(self, gm: GraphModule) -> None:
+        self._gm = gm
+        self._seen: dict[Any, list[Any] | None] = {}
+
+    def moved(self, operands: Sequence[Operand], caches: Sequence[Node]) -> list[Moved] | None:
+        """What keys and values are made of.
+
+        Args:
+            operands: Keys and values of an attention.
+            caches: Results that may be caches.
+
+        Returns:
+            Of keys and of values; None where they are not made of caches by moves alone.
+        """
+
+        def find(part: MovedPart) -> list[Moved | None]:
+            def found_at(sizes: Sequence[tuple[Any, int]]) -> list[Moved | None]:
+                known = part.run(sizes)
+                caches = [each for each in part.related if each in known]
+                return [_moved(known, operand, caches) for operand in operands]
+
+            first = found_at([])
+            if None in first:
+                return first
+            tokens = [(shape_of(each.new) or ())[token_dim(each.new_form)] for each in first if each]
+            tokens += [
+                (shape_of(each.past) or ())[token_dim(each.form)] for each in first if each and each.past
+            ]
+            # Behind all numbers in the operators, where these may begin to move something else.
+            return first if first == found_at([(size, part.most() + ROOM) for size in tokens]) else [None]
+
+        return self._find(MovedPart(self._gm, operands, caches), find)
+
+    def written(
+        self, operands: Sequence[Operand], writes: Mapping[Node, Node | None]
+    ) -> list[Written] | None:
+        """What keys and values are made of.
+
+        Args:
+            operands: Keys and values of an attention.
+            writes: The buffer of each value that is written to one (see `Written`).
+
+        Returns:
+            Of keys and of values; None where they are moved neither from buffers nor from what is written to these.
+        """
+
+        def find(part: MovedPart) -> list[Written | None]:
+            def found_at(
+                start: int, step: int, before: Sequence[Written | None]
+            ) -> tuple[list[Written | None], int]:
+                known = part.run(sizes, start, step)
+                values = [value for value in part.related if value in known]
+                found = [
+                    _written(known, *both, writes, values) for both in zip(operands, before, strict=True)
+                ]
+                last = [
+                    known[each.tensor].shape[token_dim(each.form)]
+                    - known[each.new].shape[token_dim(each.new_form)]
+                    for each in found
+                    if each is not None
+                ]
+                return found, min(last, default=0)
+
+            sizes = part.rooms({*writes.values()})
+            rooms = [dims[2] for value in part.related if len(dims := shape_of(value) or ()) == 4]
+            windows = [room - 1 for room in rooms if isinstance(room, int)]
+            for start, step in (*_STARTS, *((last, -1) for last in windows[:1])):
+                if step < 0:  # more tokens than a window has room for
+                    sizes += [(_num_tokens(operand), ROOM + start + part.most()) for operand in operands]
+                first, last = found_at(start, step, [None] * len(operands))
+                if None not in first and (step > 0 or all(each.window for each in first if each)):
+                    again, _ = found_at(last if step > 0 else max(last + 1, 1), -step, first)
+                    return first if again == first else [None]
+            return [None]
+
+        found = self._find(MovedPart(self._gm, operands, [*writes]), find, writes)
+        return found and [dataclasses.replace(each, buffer=writes[each.tensor]) for each in found]
+
+    def _find(
+        self,
+        part: MovedPart,
+        find: Callable[[MovedPart], list[Any]],
+        writes: Mapping[Node, Node | None] | None = None,
+    ) -> Any:
+        if not part.related:
+            return None
+        key = part.signature([writes[value] for value in part.related] if writes else ())
+        if key not in self._seen:
+            found = find(part)
+            self._seen[key] = None if None in found else with_nodes(found, part.numbered)
+        return with_nodes(self._seen[key], part.node)
+
+
+def with_nodes(record: Any, change: Callable[[Any], Any]) -> Any:
+    """A record, or several, with other nodes in it: `change` takes each of its values."""
+    if dataclasses.is_dataclass(record):
+        names = [field.name for field in dataclasses.fields(record)]
+        return type(record)(*(with_nodes(getattr(record, name), change) for name in names))  # type: ignore[misc]
+    if type(record) in (list, frozenset):
+        return type(record)(with_nodes(each, change) for each in record)
+    return change(record)
+
+
+def _candidates(
+    known: dict[Node, Any], operand: Operand, tensors: Iterable[Node]
+) -> Iterator[tuple[Node, torch.Tensor, bool]]:
+    """Tensors that an operand may be moved from, with its ids `[batch, num_kv_heads, tokens, channels]`.
+
+    And whether these are repeated one after the other, as `repeat` does, and not each by itself.
+    """
+    read = known.get(operand.node)
+    if read is None or not read.numel():
+        return
+    read = read.mT if operand.transposed else read
+    for tensor in tensors:
+        heads = [read]
+        if read.dim() == 3:  # batch and heads in one
+            sizes = (n for n in range(len(read), 0, -1) if len(read) % n == 0)
+            heads = [read.unflatten(0, (-1, n)) for n in sizes]
+        yield from ((tensor, *kv) for each in heads for kv in _kv(each))
+
+
+def _kv(read: torch.Tensor) -> Iterator[tuple[torch.Tensor, bool]]:
+    """Heads that are repeated once each; then all, for a cache may have them repeated. See `_candidates`."""
+    heads = read.shape[1]
+    same = (read[:, 1:] == read[:, :-1]).flatten(2).all(-1).all(0).tolist()
+    groups = [*same, False].index(False) + 1
+    kv = read[:, ::groups]
+    if groups > 1 and heads % groups == 0 and torch.equal(kv.repeat_interleave(groups, 1), read):
+        yield kv, False
+    yield read, False
+    sizes = (n for n in range(1, heads) if heads % n == 0 and groups == 1)
+    yield from ((read[:, :n], True) for n in sizes if torch.equal(read[:, n:], read[:, :-n]))
+
+
+def _num_tokens(operand: Operand) -> Any:
+    return (shape_of(operand.node) or ())[-1 if operand.transposed else -2]
+
+
+def _same_dtypes(*nodes: Node) -> bool:
+    """Whether tensors have one dtype: ids know nothing of a cast."""
+    return len({value_of(node).dtype for node in nodes}) == 1
+
+
+def _moved(known: dict[Node, Any], operand: Operand, caches: Sequence[Node]) -> Moved | None:
+    for cache, kv, is_tiled in _candidates(known, operand, caches):
+        found = _form(known[cache], kv)
+        if found is None or known[cache].numel() != kv.numel() * num_sides(found.form):
+            continue
+        form, dim = found.form, token_dim(found.form)
+        behind = [ancestors([node]) for node in (operand.node, cache)]
+        between = frozenset(node for node in known if any(node in each for each in behind))
+        past = _past_of(known, cache, form)
+        count = 0 if past is None else known[past].shape[dim]
+        inner = [node for node in known if all(node in each for each in behind)]
+        new = _new(known, inner, past, kv[:, :, count:], found.side)
+        if new is None or not _same_dtypes(operand.node, cache, new[0], *([past] if past else [])):
+            continue
+        # Sizes are small here, and a slice of more takes nothing away.
+        appended = (shape_of(new[0]) or ())[token_dim(new[1])]
+        appended = appended if past is None else appended + (shape_of(past) or ())[dim]
+        whole = (shape_of(cache) or ())[dim]
+        if same_sizes([whole, whole], [_num_tokens(operand), appended]):
+            heads, is_read = kv.shape[1], cache in behind[0]
+            return Moved(cache, form, found.side, heads, is_tiled, *new, past, between, is_read)
+    return None
+
+
+def _new(
+    known: dict[Node, Any], nodes: Sequence[Node], past: Node | None, ids: torch.Tensor, side: int
+) -> tuple[Node, str] | None:
+    """The last of some nodes that has this call's tokens and nothing else, or a pair of them; and its form."""
+    behind = set[Node]() if past is None else {past}
+    for node in known:
+        if not behind.isdisjoint(node.all_input_nodes):
+            behind.add(node)
+    for node in reversed([node for node in nodes if node not in behind and is_float(node, MOST_DIMS)]):
+        fits = known[node].numel() in (ids.numel(), 2 * ids.numel())
+        found = _form(known[node], ids, (*FORMS, FOLDED)) if fits else None
+        if found is not None and (PAIR not in found.form or found.side == side):
+            return node, found.form
+    return None
+
+
+def _past_of(known: dict[Node, Any], cache: Node, form: str) -> Node | None:
+    """The input whose tokens are the first ones of a cache, in the same form."""
+    whole, dim = known[cache], token_dim(form)
+    for node, ids in known.items():
+        is_input = node.op == "placeholder" and is_float(node, MOST_DIMS) and not is_static_input(node)
+        if is_input and ids.dim() == whole.dim() and 0 < ids.shape[dim] < whole.shape[dim]:
+            first = whole.narrow(dim, 0, ids.shape[dim])
+            if torch.equal(first, ids):
+                return node
+    return None
+
+
+def _written(
+    known: dict[Node, Any],
+    operand: Operand,
+    before: Written | None,
+    writes: Mapping[Node, Node | None],
+    values: Sequence[Node],
+) -> Written | None:
+    """What an operand is made of; `before` in another run, where it read some of this call's tokens."""
+    for value, kv, is_tiled in _candidates(known, operand, [before.tensor] if before else values):
+        buffer = writes[value]
+        old = known.get(buffer) if buffer else None
+        found = _rolled(known, operand, buffer, value, kv)
+        if found is None and old is not None and old.shape == known[value].shape:
+            found = _in_place(known, operand, buffer, value, kv, reads_some=before is None)  # type: ignore[arg-type]
+        if found is not None:
+            found = dataclasses.replace(found, is_tiled=is_tiled)
+            if _same_dtypes(operand.node, value, found.new, *([buffer] if buffer else [])):
+                return found
+    return None
+
+
+def _in_place(
+    known: dict[Node, Any],
+    operand: Operand,
+    buffer: Node,
+    value: Node,
+    kv: torch.Tensor,
+    *,
+    reads_some: bool,
+) -> Written | None:
+    """Tokens that are written into some rows of a buffer; the operand reads `reads_some` of them."""
+    if (found := _form(known[value], kv)) is None:
+        return None
+    form, heads = found.form, kv.shape[1]
+    whole, old = (sides_of(known[node], form, heads, is_handle=False)[found.side] for node in (value, buffer))
+    changed = whole != old
+    tokens = changed.transpose(0, 2).flatten(1).any(1).nonzero()
+    if not len(tokens):
+        return None
+    row, count, rows = int(tokens[0]), len(tokens), len(kv)
+    ids = whole[:rows, :, row : row + count]
+    behind = ancestors([value])
+    reads_new = buffer not in ancestors([operand.node])
+    new = _new(known, [node for node in known if node in behind], buffer, ids, found.side)
+    is_block = bool((changed[:rows, :, row : row + count]).all()) and int(changed.sum()) == ids.numel()
+    room = (shape_of(buffer) or ())[token_dim(form)]
+    reads_all = found.num_rows == whole.shape[2] and same_sizes([_num_tokens(operand)], [room])
+    first = row if reads_new else 0
+    unread = reads_some and found.row + found.num_rows <= row
+    if new is None or not is_block or unread or found.row != first or (reads_new and found.num_rows != count):
+        return None
+    numbers = list(range(row, row + count))
+    from_end = [number - whole.shape[2] for number in numbers]
+    position: Any = _found_by(known, behind, numbers, row, from_end)
+    position = _number_in(behind, row) if position is None else position
+    end = None if reads_new or reads_all else _end(known, operand, found.num_rows)
+    if position is None or not (reads_new or reads_all or end is not None):
+        return None
+    return Written(value, form, found.side, heads, False, *new, position, end, reads_new)
+
+
+def _rolled(
+    known: dict[Node, Any], operand: Operand, buffer: Node | None, value: Node, kv: torch.Tensor
+) -> Written | None:
+    """The newest of the tokens that attention reads, written over the whole of a buffer that has heads first."""
+    whole, old = known[value], known.get(buffer) if buffer else None
+    window = (shape_of(value) or ())[2]
+    if whole.dim() != 4 or not isinstance(window, int) or kv.shape[2] < window:
+        return None
+    if not torch.equal(kv[:, :, -window:], whole) or (old is not None and old.shape != whole.shape):
+        return None
+    held = 0 if old is None else int(torch.isin(kv[0, 0, :, 0], old).sum())
+    behind = ancestors([value])
+    new = _new(known, [node for node in known if node in behind], buffer, kv[:, :, held:], 0)
+    if new is None:
+        return None
+    position: Any = 0
+    if held == 0 and kv.shape[2] > window:
+        before = Tokens.NONE
+    elif old is not None and held == window - 1 and torch.equal(kv[:, :, :held], old[:, :, 1:]):
+        before = Tokens.FULL
+    elif old is not None and kv.shape[2] > window and torch.equal(kv[:, :, :held], old[:, :, :held]):
+        before, nodes = Tokens.SOME, ancestors([operand.node])
+        position = _found_by(known, nodes, held) or _number_in(nodes, held)
+    else:
+        return None
+    if position is None:
+        return None
+    made = Written(value, HEADS_FIRST, 0, kv.shape[1], False, *new, position)
+    return dataclasses.replace(made, window=window, before=before)
+
+
+def _found_by(known: dict[Node, Any], nodes: set[Node], *wanted: Any) -> Node | None:
+    """The last of some nodes that is one of the wanted numbers, or a tensor of them; None where none is."""
+    for node in reversed([node for node in known if node in nodes]):
+        value, kept = known[node], value_of(node)
+        if isinstance(kept, torch.Tensor) and kept.dtype in (torch.int32, torch.int64):
+            value = value.flatten().tolist()
+        elif type(value) is not int:
+            continue
+        if value in wanted:
+            return node
+    return None
+
+
+def _number_in(nodes: set[Node], number: int) -> int | None:
+    """A number that some operator is given, the same in each run; None where none is."""
+    return number if any(number in node.args for node in nodes) else None
+
+
+def _end(known: dict[Node, Any], operand: Operand, count: int) -> Any:
+    """What says how many of a buffer's first rows an operand reads; None where nothing does."""
+    tokens = _num_tokens(operand)
+    if isinstance(tokens, int):
+        return tokens if tokens == count else None
+    sizes = {node for node in ancestors([operand.node]) if is_integer(node)}
+    return _found_by(known, {node for node in sizes if same_sizes([value_of(node)], [tokens])}, count)
+
+
+class _Form(NamedTuple):
+    """Where keys or values are in a tensor.
+
+    Attributes:
+        form: The tensor's.
+        side: Which of a pair they are.
+        row: The first of its tokens.
+        num_rows: How many.
+    """
+
+    form: str
+    side: int
+    row: int
+    num_rows: int
+
+
+def _form(whole: torch.Tensor, kv: torch.Tensor, forms: Sequence[str] = FORMS) -> _Form | None:
+    """The form in which tokens of a tensor are keys or values, all their heads and channels.
+
+    Args:
+        whole: Its ids.
+        kv: The ids of keys or values, `[batch, num_kv_heads, tokens, channels]`.
+        forms: Those that it may have.
+    """
+    (batch, heads, count, channels), first = kv.shape, kv[0, 0, 0, 0]
+    for form in forms:
+        dims = dims_of(form)
+        if len(dims) != whole.dim() or ((PAIR,) in dims and whole.shape[dims.index((PAIR,))] != 2):
+            continue
+        merged = next((size for size, dim in zip(whole.shape, dims, strict=True) if len(dim) > 1), heads)
+        if merged % heads:
+            continue
+        for side, part in enumerate(sides_of(whole, form, heads, is_handle=False)):
+            if part.shape[1::2] == (heads, channels) and len(part) >= batch:
+                rows = (part[0, 0, :, 0] == first).nonzero().flatten().tolist()
+                if rows and torch.equal(part[:batch, :, rows[0] : rows[0] + count], kv):
+                    return _Form(form, side, rows[0], count)
+    return None

@@ -1,0 +1,1 @@
+"""What Dynamo does for us beyond its public interface: hooks, graph breaks, traces that are made again."""

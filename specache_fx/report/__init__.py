@@ -1,0 +1,1 @@
+"""Reports: what a model's attentions became, memory plans, the demo, progress."""

@@ -1,0 +1,1 @@
+"""Runners: the callables that stand in the place of Dynamo's graphs."""

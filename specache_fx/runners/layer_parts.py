@@ -1,0 +1,146 @@
+"""The decode graph cut at its layers' steps: of equal parts, Inductor compiles one.
+
+    part 0: embedding, norm, products   -> layer_step 0 -> part 1: products, norms, feed-forward -> layer_step 1 -> ...
+
+A layer's step is an operator that Inductor fuses with nothing, so that cuts there cost no fusion. The parts between two
+of them differ in their weights alone, which are inputs. Inductor's time goes with the parts that differ.
+
+Python calls each part in each step. So a graph is left whole where its steps can't be replayed (`StepGraph`), as far as
+that is known.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from specache_fx.capture.graph.graph_slices import writes_in_place
+from specache_fx.capture.graph.graph_utils import placeholders, value_of
+from specache_fx.capture.graph.pieces import Piece
+from specache_fx.passes.fuse_layer_steps import is_layer_step
+
+Compiled = Callable[..., Any]
+_GIVEN = ("placeholder", "get_attr")
+
+
+class ByLayer:
+    """A decode graph of compiled parts.
+
+    Attributes:
+        parts: The compiled functions, each once.
+    """
+
+    def __init__(self, gm: GraphModule, parts: Sequence[Compiled]) -> None:
+        self._run, self.parts = gm.forward, tuple(parts)
+
+    def __call__(self, *inputs: torch.Tensor) -> Any:
+        """The graph's results."""
+        return self._run(*inputs)
+
+
+def compile_by_layer(
+    gm: GraphModule,
+    inputs: Sequence[torch.Tensor],
+    compile_part: Callable[[GraphModule, Sequence[torch.Tensor]], Compiled],
+) -> ByLayer | None:
+    """Compile a decode graph part by part.
+
+    Args:
+        gm: A traced graph of static shapes, in which one operator steps each layer.
+        inputs: Real inputs.
+        compile_part: Compiles a part by real inputs of it.
+
+    Returns:
+        Its callable; None where more than half of its parts are of a form of their own, or parts can't be recognised.
+    """
+    if any(map(writes_in_place, gm.graph.nodes)):
+        return None  # parts are ordered by their inputs
+    parts, given = split(gm.graph), dict(zip(placeholders(gm.graph), inputs, strict=True))
+    examples = [[_example(gm, node, given) for node in part.inputs] for part in parts]
+    if not all(isinstance(each, torch.Tensor) for part in examples for each in part):
+        return None  # an operator that takes a graph
+    forms = [part.fingerprint(map(_head, each)) for part, each in zip(parts, examples, strict=True)]
+    if 2 * len(set(forms)) > len(parts):
+        return None
+    compiled: dict[str, Compiled] = {}
+    for part, form, each in zip(parts, forms, examples, strict=True):
+        if part.results and form not in compiled:
+            compiled[form] = compile_part(part.graph(gm), each)
+    return ByLayer(_joined(gm, parts, [compiled.get(form) for form in forms]), list(compiled.values()))
+
+
+def split(graph: Graph) -> list[Piece]:
+    """The parts, in order: one before each layer's step, and one after the last; each layer's step ends one."""
+    number: dict[Node, int] = {}  # of a layer's step that of the part behind it
+    steps = 0
+    for node in graph.nodes:
+        if node.op not in (*_GIVEN, "output"):
+            number[node] = max((number.get(source, 0) for source in node.all_input_nodes), default=0)
+            if is_layer_step(node):
+                steps += 1
+                number[node] = steps
+    _sink(graph, number)
+    members: list[list[Node]] = [[] for _ in range(steps + 1)]
+    for node, part in number.items():
+        if not is_layer_step(node):
+            members[part].append(node)
+    return [Piece.of(nodes) for nodes in members]
+
+
+def _sink(graph: Graph, number: dict[Node, int]) -> None:
+    """Move nodes that depend on inputs alone (weights) to their first reader: more parts are equal then."""
+    for node in reversed(graph.nodes):
+        is_item = operator.getitem in (node.target, *(user.target for user in node.users))
+        if number.get(node) == 0 and node.users and not is_item:  # a list of tensors stays in one part
+            readers = (number[user] - is_layer_step(user) for user in node.users if user in number)
+            number[node] = min(readers, default=0)
+
+
+def _head(example: torch.Tensor) -> str:
+    return f"{example.dtype} {example.device} {tuple(example.shape)} {example.stride()}"
+
+
+def _example(gm: GraphModule, node: Node, given: dict[Node, torch.Tensor]) -> Any:
+    """A tensor as the node's is, or a graph."""
+    if node in given:
+        return given[node]
+    if node.op == "get_attr":
+        return operator.attrgetter(str(node.target))(gm)
+    value = value_of(node)
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def _joined(gm: GraphModule, parts: Sequence[Piece], compiled: Sequence[Compiled | None]) -> GraphModule:
+    """The graph with a call for each part."""
+    graph, copied = Graph(), dict[Node, Node]()
+
+    def copy(node: Node) -> None:
+        copied[node] = graph.node_copy(node, lambda old: copied[old])
+
+    steps = [node for node in gm.graph.nodes if is_layer_step(node)]
+    for node in gm.graph.nodes:
+        if node.op in _GIVEN:
+            copy(node)
+    for i, (part, run) in enumerate(zip(parts, compiled, strict=True)):
+        if run is not None:
+            results = graph.call_function(target(run), tuple(copied[node] for node in part.inputs))
+            for number, node in enumerate(part.results):
+                copied[node] = graph.call_function(operator.getitem, (results, number))
+        if i < len(steps):
+            copy(steps[i])
+    graph.output(map_arg(gm.graph.output_node().args[0], lambda old: copied[old]))
+    return GraphModule(gm, graph)
+
+
+def target(run: Compiled) -> Compiled:
+    """`run` as FX can call it: it writes the name of a function of torch's as that, and looks for it there."""
+
+    def part(*inputs: torch.Tensor) -> Any:
+        return run(*inputs)
+
+    return part
