@@ -253,8 +253,8 @@ def _candidates(
     for tensor in tensors:
         heads = [read]
         if read.dim() == 3:  # batch and heads in one
-            sizes = (n for n in range(len(read), 0, -1) if len(read) % n == 0)
-            heads = [read.unflatten(0, (-1, n)) for n in sizes]
+            sizes = [operand.num_heads] if operand.num_heads else sorted({*known[tensor].shape}, reverse=True)
+            heads = [read.unflatten(0, (-1, n)) for n in sizes if len(read) % n == 0]
         yield from ((tensor, *kv) for each in heads for kv in _kv(each))
 
 

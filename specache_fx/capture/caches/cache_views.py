@@ -52,7 +52,7 @@ def attentions_of(gm: GraphModule) -> Iterator[tuple[Node, list[Operand]]]:
         if node.target is SDPA:
             sides: Any = node.args[1:3]
             if all(len(shape_of(side) or ()) == 4 for side in sides):
-                yield node, [Operand(side, node) for side in sides]
+                yield node, [Operand(side, node, (shape_of(side) or ())[1]) for side in sides]
         elif node.target is _aten._softmax.default:
             yield from _spelt_out(node)
 
@@ -68,8 +68,26 @@ def _spelt_out(softmax: Node) -> Iterator[tuple[Node, list[Operand]]]:
         if not users:
             return
         weighted = users[0]
-    keys = Operand(product.args[1], product, transposed=True)
-    yield softmax, [keys, Operand(weighted.args[1], weighted)]  # type: ignore[arg-type]
+    heads = _num_heads(softmax, product)
+    keys = Operand(product.args[1], product, heads, transposed=True)
+    yield softmax, [keys, Operand(weighted.args[1], weighted, heads)]  # type: ignore[arg-type]
+
+
+def _num_heads(softmax: Node, product: Node) -> int | None:
+    """Heads of a product's operands; None where they can't be told."""
+    node: Any = softmax
+    if len(shape_of(softmax) or ()) == 3:
+        node = product.args[0]
+        while len(shape_of(node) or ()) == 3 and target_name(node) in (
+            "reshape",
+            "clone",
+            "expand",
+            "mul",
+            "div",
+        ):
+            node = node.args[0]
+    dims = shape_of(node) or ()
+    return dims[1] if len(dims) == 4 and isinstance(dims[1], int) else None
 
 
 def read_sides(
@@ -164,8 +182,7 @@ def group_queries(attention: Node, num_kv_heads: int) -> None:
 
 def _as_operand(side: torch.Tensor, operand: Operand) -> torch.Tensor:
     """A product's operand, of `[batch, num_kv_heads, kv_len, head_dim]`."""
-    heads = (shape_of(operand.node) or ())[0] // side.shape[0]
-    whole = repeated(side, int(heads))
+    whole = repeated(side, operand.num_heads or side.shape[1])
     return (whole.mT if operand.transposed else whole).flatten(0, 1)
 
 

@@ -44,11 +44,13 @@ class Operand:
     Attributes:
         node: `[batch, num_heads, tokens, channels]`, or with batch and heads in one dimension.
         reader: The SDPA or the product that reads it.
+        num_heads: Of these; None where they can't be told from the batch, and are those of the cache.
         transposed: Channels come before tokens.
     """
 
     node: Node
     reader: Node
+    num_heads: int | None
     transposed: bool = False
 
 
@@ -124,7 +126,7 @@ class MovedPart:
             args = map_arg((node.args, node.kwargs), self.numbered)
             return str(node.target), text(args), size
 
-        reads = [(self.numbered(each.node), each.transposed) for each in self._operands]
+        reads = [(self.numbered(each.node), each.num_heads, each.transposed) for each in self._operands]
         ends = [*map(self._places.get, (*self.related, *more))]
         return str([*map(line, self.nodes), reads, ends])
 
