@@ -2,8 +2,8 @@
 
 A decode graph knows its place in several ways: position ids, the length of the past, masks that grow by one. `Sources`
 names these inputs (`capture/positions/find_sources.py` finds them). `Sources.ahead` makes them as they would be some
-tokens later. The *prelude* is computed from them alone: cos and sin, position embeddings. So it can be evaluated for the
-output token and for the speculative token that follows it.
+tokens later. The *prelude* is computed from them alone: cos and sin, position embeddings. So it can be evaluated for
+the output token and for the speculative token that follows it.
 """
 
 from __future__ import annotations

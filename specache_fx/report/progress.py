@@ -2,7 +2,7 @@
 
 A terminal shows one line on stderr: the graph, the step and the seconds so far. It vanishes, and one with the time
 stays. Elsewhere (a pipe, a notebook) the logger `specache_fx.report.progress` gets one warning, and the time at INFO. A
-level above WARNING silences it. Compiles under `QUIET_SECONDS` are not reported, nor those of graphs that are left alone.
+level above WARNING silences it. Compiles under `QUIET_SECONDS` are not reported, nor those of graphs left alone.
 """
 
 from __future__ import annotations

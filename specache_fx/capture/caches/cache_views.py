@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from specache_fx.capture.attention.normalize_attention import SDPA
 from specache_fx.capture.attention.random_numbers import repeated
-from specache_fx.capture.attention.run_form import path_of
+from specache_fx.capture.attention.run_form import path_of, swapped_in
 from specache_fx.capture.caches.id_runs import Operand
 from specache_fx.capture.graph.graph_edit import add_placeholder, call
 from specache_fx.capture.graph.graph_slices import ancestors
@@ -59,21 +59,22 @@ def attentions_of(gm: GraphModule) -> Iterator[tuple[Node, list[Operand]]]:
 
 def _spelt_out(softmax: Node) -> Iterator[tuple[Node, list[Operand]]]:
     try:
-        product: Any = path_of(softmax)[0]
+        path = path_of(softmax)
     except UnknownFormError:
         return
+    product: Any = path[0]
     weighted = softmax
     while target_name(weighted) != "bmm":
         users = [user for user in real_users(weighted) if user.args and user.args[0] is weighted]
         if not users:
             return
         weighted = users[0]
-    heads = _num_heads(softmax, product)
+    heads = _num_heads(softmax, product, swapped=softmax.args[0] in swapped_in(path))
     keys = Operand(product.args[1], product, heads, transposed=True)
     yield softmax, [keys, Operand(weighted.args[1], weighted, heads)]  # type: ignore[arg-type]
 
 
-def _num_heads(softmax: Node, product: Node) -> int | None:
+def _num_heads(softmax: Node, product: Node, *, swapped: bool) -> int | None:
     """Heads of a product's operands; None where they can't be told."""
     node: Any = softmax
     if len(shape_of(softmax) or ()) == 3:
@@ -87,7 +88,8 @@ def _num_heads(softmax: Node, product: Node) -> int | None:
         ):
             node = node.args[0]
     dims = shape_of(node) or ()
-    return dims[1] if len(dims) == 4 and isinstance(dims[1], int) else None
+    heads = dims[2 if swapped else 1] if len(dims) > 3 else None
+    return heads if isinstance(heads, int) else None
 
 
 def read_sides(
