@@ -192,7 +192,7 @@ def _claimed_length(session: Session, past: Sequence[torch.Tensor]) -> int:
     Raises:
         CacheHandleError: If the layers disagree, or it can't be told.
     """
-    kv_len = told_length(session.shapes, past)
+    kv_len = known_length(session.shapes, past)
     if kv_len is None:
         noted = {getattr(tensor, "kv_len", None) for tensor in past}
         kv_len = noted.pop() if len(noted) == 1 else None
@@ -207,7 +207,7 @@ def _claimed_length(session: Session, past: Sequence[torch.Tensor]) -> int:
     return kv_len
 
 
-def told_length(shapes: Sequence[LayerShape], past: Sequence[torch.Tensor]) -> int | None:
+def known_length(shapes: Sequence[LayerShape], past: Sequence[torch.Tensor]) -> int | None:
     """Tokens that a cache holds, by the lengths of its tensors; None where all are windows that are full.
 
     Args:

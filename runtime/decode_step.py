@@ -157,7 +157,7 @@ class DecodeStep:
                 transfer.prefetch_wanted(layer)
 
     @property
-    def windows_told(self) -> bool:
+    def windows_known(self) -> bool:
         """Whether each lane sees the window keys that its token will see."""
         return all(mask is not None for masks in self.window_masks.values() for mask in masks)
 

@@ -112,9 +112,9 @@ class Origin:
                     f" torch {torch.__version__} hides them (a warning at the model's first call says so), or two"
                     " modules in one compiled function have one name. Compile the model alone."
                 )
-            for module, told in noted.items():
+            for module, values in noted.items():
                 mine = found.setdefault(module, {})
-                for attribute, value in told.items():
+                for attribute, value in values.items():
                     before = mine.setdefault(attribute, value)
                     if before != value and _INT.fullmatch(before) and _INT.fullmatch(value):
                         counts.add((module, attribute))

@@ -271,7 +271,7 @@ class _Compile:
         graph = run_passes(graph, program, BINDING_PASSES[program.phase], self._observe)
         if program.refusals:
             first = program.refusals[0]
-            raise LeaveAlone(f"its caches are written in place, and {first.told}", first.remedy)
+            raise LeaveAlone(f"its caches are written in place, and {first.message}", first.remedy)
         if 2 * len(program.owners) != len(plan.buffers):
             raise LeaveAlone(
                 "its caches are written in place, and not all of them are read by attention", LEAVE

@@ -130,8 +130,8 @@ class Filling:
         if self._session is None and self._is_prompt:
             shape = shape_of(layer)
             own = (each for each in self._call.cache.layers if has_pairs(each))
-            alike = tuple(shape._replace(window=window_of(each)) for each in own)
-            self._session = self._opened(alike, layer)
+            shapes = tuple(shape._replace(window=window_of(each)) for each in own)
+            self._session = self._opened(shapes, layer)
         session = self._session
         is_alike = session is not None and slot >= 0 and session.shapes[slot] == shape_of(layer)
         if session is None or not is_alike or session.device != layer.keys.device:
@@ -154,7 +154,7 @@ class Filling:
         )
 
     def _stop_streaming(self) -> None:
-        """The layers are not alike: those that were stored come back, and all are stored at the end.
+        """The layers differ: those that were stored come back, and all are stored at the end.
 
         Raises:
             CacheHandleError: In a turn, whose layers are known.

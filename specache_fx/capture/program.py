@@ -59,13 +59,13 @@ class Refusal:
     remedy: str
 
     @property
-    def told(self) -> str:
+    def message(self) -> str:
         """The attention that is left alone, and the reason."""
         where = f" ({self.source})" if self.source else ""
         return f"attention `{self.node}`{where} is left alone: {self.reason}"
 
     def __str__(self) -> str:
-        return f"{self.told}. {self.remedy}"
+        return f"{self.message}. {self.remedy}"
 
 
 def merged_messages(refusals: Sequence[Refusal]) -> list[str]:
@@ -187,7 +187,7 @@ class Decoding:
         single_lane: Why it computes one token at a time; None where it can compute two.
         fixed_lengths: Lengths of the cache that a constant of the graph equals. It may be a count of tokens: lane 1 may
             have a wrong position there.
-        is_pure: It writes to no input, does nothing besides and draws no random numbers: two runs are alike.
+        is_pure: It writes to no input, does nothing besides and draws no random numbers: two runs give the same.
     """
 
     sources: Sources

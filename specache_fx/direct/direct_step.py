@@ -123,10 +123,10 @@ class DirectSteps:
         module = self._module
         if (reason := reason_against(module)) is not None:
             raise NotDirect(reason)
-        alike = [
+        same_inputs = [
             step for other in self._steps if loosely(other) == loosely(form) for step in self._steps[other]
         ]
-        if max(self._changes, len(alike)) >= _MOST_TRACES:
+        if max(self._changes, len(same_inputs)) >= _MOST_TRACES:
             raise NotDirect(f"its state, sizes or numbers have changed {_MOST_TRACES} times")
         if self._config.lowering == "inductor" and call.device == "cpu":
             inductor_start.begin()

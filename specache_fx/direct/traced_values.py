@@ -108,8 +108,11 @@ def _read_guards(inputs: Sequence[Node]) -> tuple[Values | None, dict[int, tuple
             continue
         if isinstance(place.value, int) and (type(place.owner), place.attribute) in _states:
             continue
-        told = _told(place.value)
-        if told is not None and found.setdefault(place.module, {}).setdefault(place.attribute, told) != told:
+        noted = _plain_value(place.value)
+        if (
+            noted is not None
+            and found.setdefault(place.module, {}).setdefault(place.attribute, noted) != noted
+        ):
             return None, {}  # two modules in one compiled function have this name
     return found, floats
 
@@ -179,15 +182,15 @@ def values_of(model: nn.Module) -> Values:
     for name, owner in model.named_modules():
         if isinstance(owner, _DropoutNd):
             continue
-        told = {
+        noted = {
             attribute: repr(value)
             for attribute, value in vars(owner).items()
             if type(value) in (bool, float, str) and attribute[:1] != "_" and not _is_training(attribute)
         }
         if not owner._modules:
-            told[""] = str(_told(owner))  # an activation has nothing but its class
-        if told := told | _adapter_values(owner):
-            found[name] = told
+            noted[""] = str(_plain_value(owner))  # an activation has nothing but its class
+        if noted := noted | _adapter_values(owner):
+            found[name] = noted
     return found
 
 
@@ -227,7 +230,7 @@ def _adapter_values(owner: Any) -> dict[str, str]:
         return {}
     names = ["_active_adapter", "_disable_adapters", "merged_adapters"]
     names += [f"scaling[{name!r}]" for name in _active(owner)]
-    return {name: str(_told(value)) for name in names if (value := _at(owner, name)) is not _NOTHING}
+    return {name: str(_plain_value(value)) for name in names if (value := _at(owner, name)) is not _NOTHING}
 
 
 def differing(model: nn.Module, values: Values) -> str | None:
@@ -235,12 +238,12 @@ def differing(model: nn.Module, values: Values) -> str | None:
 
     None of its code runs, whatever the names are.
     """
-    for module, told in values.items():
+    for module, noted in values.items():
         owner: Any = model
         for name in module.split(".") if module else ():
             owner = owner._modules.get(name) if isinstance(owner, nn.Module) else None
-        for attribute, value in told.items():
-            mine = _told(_at(owner, attribute)) or "nothing"
+        for attribute, value in noted.items():
+            mine = _plain_value(_at(owner, attribute)) or "nothing"
             if mine != value:
                 name = " of ".join(filter(None, (attribute, module))) or "the model"
                 return f"has {mine} as {name}, not {value}"
@@ -311,7 +314,7 @@ def _spelt(steps: Sequence[Step]) -> str:
     )
 
 
-def _told(value: Any) -> str | None:
+def _plain_value(value: Any) -> str | None:
     """A value as text that is the same in each process; None for what is compared elsewhere, or can't be."""
     if isinstance(value, (Enum, torch.dtype)) or value is None:
         return str(value)
@@ -323,10 +326,10 @@ def _told(value: Any) -> str | None:
     elif isinstance(value, (FunctionType, BuiltinFunctionType, type)):
         text = f"{value.__module__}.{value.__qualname__}"
     elif isinstance(value, (set, frozenset)):
-        text = f"{{{', '.join(sorted(map(str, map(_told, value))))}}}"  # its order is another one in each process
+        text = f"{{{', '.join(sorted(map(str, map(_plain_value, value))))}}}"  # in any order
     elif isinstance(value, (dict, list, tuple)):
         kept = [
-            type(each).__qualname__ if isinstance(each, (dict, list, tuple)) else _told(each)
+            type(each).__qualname__ if isinstance(each, (dict, list, tuple)) else _plain_value(each)
             for each in value
         ]
         text = f"{'keys ' * isinstance(value, dict)}[{', '.join(map(str, kept))}]"

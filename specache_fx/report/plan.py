@@ -64,8 +64,8 @@ def plan(
     """Plan the bytes of a prompt's cache.
 
     Args:
-        shape: The model's layers. All are alike but for its windows, which stay exact on the device, and the config's
-            `resident_layers`.
+        shape: The model's layers. All are the same but for its windows, which stay exact on the device, and the
+            config's `resident_layers`.
         context: Tokens of the prompt.
         batch: Sequences.
         config: The options.

@@ -294,7 +294,7 @@ def _take_over(
     program: Program, shapes: tuple[LayerShape, ...], past: Sequence[torch.Tensor], args: Sequence[Any]
 ) -> tuple[Session, list[torch.Tensor]]:
     """A session for a cache of plain tensors: its prompt ran elsewhere, or in a graph that was left alone."""
-    kv_len = claims.told_length(shapes, past)
+    kv_len = claims.known_length(shapes, past)
     if kv_len is None:
         raise CacheHandleError(
             "This past KV cache was made by a call that specache did not compile, and how many tokens it holds can't be"

@@ -132,9 +132,9 @@ class Decode(GoesOn):
                 return self._accept(session, answer), True
             else:
                 shares = self._check_guess(session, args, masks)
-        kept, windows_told = self._step(session, args, masks, ahead=1, shares=shares)
+        kept, windows_known = self._step(session, args, masks, ahead=1, shares=shares)
         knows = self._sources.knows_next and session.kv_len not in self._decoding.fixed_lengths
-        return kept, knows and windows_told and not (self._sources.fixed_length and session.masks_move)
+        return kept, knows and windows_known and not (self._sources.fixed_length and session.masks_move)
 
     @property
     def _accepts(self) -> bool:
@@ -236,7 +236,7 @@ class Decode(GoesOn):
         missed: torch.Tensor | None = None,
         shares: torch.Tensor | None = None,
     ) -> tuple[list[Any], bool]:
-        """Run the graph once. Returns lane 0's outputs, and `DecodeStep.windows_told`.
+        """Run the graph once. Returns lane 0's outputs, and `DecodeStep.windows_known`.
 
         Args:
             session: The session.
@@ -278,14 +278,14 @@ class Decode(GoesOn):
             results = self._results(made, inputs, session)
         if lanes == 1:
             session.speculative_token = session.guessed_token = None
-            return [_copied(each) if made.is_capturable else each for each in results], step.windows_told
+            return [_copied(each) if made.is_capturable else each for each in results], step.windows_known
         assert token is not None
         session.guessed_token = speculative if ahead else None
         following = [result[1] for result in results]
         session.speculative_token = self._best(following, token)
         if writes_next:
             self._foresee(session, following, self._inputs.of_lane_1(args, inputs, windows))
-        return [_copied(result[0]) for result in results], step.windows_told
+        return [_copied(result[0]) for result in results], step.windows_known
 
     def _foresee(self, session: Session, results: Sequence[Any], call: LaneCall | None) -> None:
         """Keep lane 1's outputs for the call that they answer."""

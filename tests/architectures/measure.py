@@ -115,7 +115,7 @@ class Watch:
                     step = session.kv_len - watch.starts[session.number]
                     # Where the next position or window can't be told the second lane is void, and speculation
                     # starts over with the next token.
-                    used = self._sources.knows_next and run.windows_told
+                    used = self._sources.knows_next and run.windows_known
                     if used and not run.predecoding and step + 2 < NEW_TOKENS:
                         watch.lane_differences.append(
                             difference(results[logits][1][:, -1], watch.eager.logits[step + 2])

@@ -3,8 +3,8 @@
     keys, values = expand(k_rot, latent)     # cached: [batch, 1, kv_len, rope_dim], [batch, 1, kv_len, kv_lora_rank]
 
 The cache keeps what the model caches. The operations in between are cut out of the graph, made to take any number of
-tokens, and proved on random numbers to treat every token alike and by itself. In decode the kernel runs them on what
-the cache holds and on the lanes' own tokens.
+tokens, and proved on random numbers to treat every token the same way and by itself. In decode the kernel runs them on
+what the cache holds and on the lanes' own tokens.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _cut(
 
 
 def _differs(reading: Reading, expansion: Expansion, leaves: list[Node]) -> str | None:
-    """Whether every token is treated alike and by itself, whatever the others are and how many: on random numbers.
+    """Whether every token is treated the same way and by itself, whatever the others are: on random numbers.
 
     A token's numbers stay while all others, of its batch row and of the other rows, become a thousand times larger or
     smaller; the tokens are moved; some are left out. What a token becomes has to stay the same but for rounding.

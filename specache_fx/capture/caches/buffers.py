@@ -26,11 +26,11 @@ Size = int | tuple[int, int | None]
 """A number; or the input of Dynamo's that has it as a size, and in which dimension (None: the input is the number)."""
 
 
-def size_in(told: Size, args: Sequence[Any]) -> int:
+def size_in(size: Size, args: Sequence[Any]) -> int:
     """The value of a size in a call."""
-    if isinstance(told, int):
-        return told
-    place, dim = told
+    if isinstance(size, int):
+        return size
+    place, dim = size
     return int(args[place] if dim is None else args[place].shape[dim])
 
 

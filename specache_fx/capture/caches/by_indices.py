@@ -130,7 +130,7 @@ class Written(Source):
 
 
 class ById:
-    """What attentions of a graph read, found by ids. Layers that are alike are run once.
+    """What attentions of a graph read, found by ids. Of equal layers one is run.
 
     Args:
         gm: The graph, which may be edited between two questions.

@@ -307,10 +307,10 @@ class _Rewrite:
         return mine or any(user in core.inner for core in self._cores)
 
     def _sliced(self, mask: Node, side: Written, keys: Node, origin: Node) -> Node:
-        told = self._size_source(side.q_len)
-        length: Any = told
-        if not isinstance(told, int):
-            length, dim = self._inputs[told[0]], told[1]
+        source = self._size_source(side.q_len)
+        length: Any = source
+        if not isinstance(source, int):
+            length, dim = self._inputs[source[0]], source[1]
             if dim is not None:
                 length = call(self._graph, _aten.sym_size.int, (length, dim), origin)
         if self._has_past:  # not the size of all keys: the mask would be computed from them
@@ -334,7 +334,7 @@ class _Rewrite:
                 if node not in buffers and same_sizes([other], [size]):
                     return place, dim
         raise LeaveAlone(
-            "how many tokens or sequences a call has, or a buffer has room for, can't be told from its inputs",
+            "how many tokens or sequences a call has, or a buffer has room for, can't be read off its inputs",
             REMEDY,
         )
 

@@ -226,7 +226,7 @@ def fixed_sizes(
     return {
         i: dim
         for i, dim in (token_dims | mask_dims).items()
-        # Dynamo makes a constant of 1 whatever it is told.
+        # Dynamo makes a constant of 1 whatever marks it has.
         if not symbols_of(size := (shape_of(inputs[i]) or ())[2 if i in token_dims else -1]) and size > 1
     }
 

@@ -132,7 +132,7 @@ def find_prompt_masks(
 
 
 def _may_follow_rule(site: AttentionSite, mask: Node) -> bool:
-    """Whether it masks each query's keys for all heads alike, in an operator that knows causal attention."""
+    """Whether it masks each query's keys for all heads the same way, in an operator that knows causal attention."""
     shape, query = shape_of(mask) or (), shape_of(site.core.query) or ()
     if site.core.node.target is not SDPA or len(shape) < 2 or len(query) != 4:
         return False

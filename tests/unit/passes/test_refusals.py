@@ -300,7 +300,7 @@ def test_scores_that_a_tensor_fills_and_that_a_number_fills(number: float | None
         return
     (refusal,) = program.refusals
     assert re.search(
-        r"`\w+` \(where, .* makes other scores .* `\w+` may change: give the number itself", refusal.told
+        r"`\w+` \(where, .* makes other scores .* `\w+` may change: give the number itself", refusal.message
     )
 
 
@@ -327,7 +327,7 @@ def test_absorbed_latents_are_named_by_the_softmax_that_reads_them() -> None:
     assert len(refusals) == 2
     for refusal in refusals:
         assert re.search(
-            r"its cache has shape .*, and `\w+` \(_softmax, .* reads it in another form", refusal.told
+            r"its cache has shape .*, and `\w+` \(_softmax, .* reads it in another form", refusal.message
         )
         assert "latents that grow by cat as [batch, 1, kv_len, dim]" in refusal.remedy
     (site,) = match(expanded, q, k[:, :1], v[:, :1], past[:, :1], other[:, :1]).sites
@@ -357,6 +357,6 @@ def test_a_write_that_is_not_known_is_named() -> None:
 
     (refusal,) = match(step).refusals
     assert re.search(
-        r"its keys are computed from a cache of fixed length that `\w+` \(scatter, ", refusal.told
+        r"its keys are computed from a cache of fixed length that `\w+` \(scatter, ", refusal.message
     )
-    assert "DynamicCache)" in refusal.remedy and "index_copy_" in refusal.told
+    assert "DynamicCache)" in refusal.remedy and "index_copy_" in refusal.message
