@@ -121,6 +121,14 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.direct.model_state",),
     ("specache_fx.errors", "specache_fx._log"),
     ("specache_fx.resets",),
+    (
+        "specache_fx.calls",
+        "specache_fx.direct",
+        "specache_fx.dynamo",
+        "specache_fx.report",
+        "specache_fx.runners",
+        "specache_fx.saved",
+    ),  # their __init__ alone, which import nothing
 )
 BARE = (
     "",
