@@ -108,11 +108,8 @@ def _read_guards(inputs: Sequence[Node]) -> tuple[Values | None, dict[int, tuple
             continue
         if isinstance(place.value, int) and (type(place.owner), place.attribute) in _states:
             continue
-        noted = _plain_value(place.value)
-        if (
-            noted is not None
-            and found.setdefault(place.module, {}).setdefault(place.attribute, noted) != noted
-        ):
+        text = _plain_value(place.value)
+        if text is not None and found.setdefault(place.module, {}).setdefault(place.attribute, text) != text:
             return None, {}  # two modules in one compiled function have this name
     return found, floats
 
@@ -326,7 +323,7 @@ def _plain_value(value: Any) -> str | None:
     elif isinstance(value, (FunctionType, BuiltinFunctionType, type)):
         text = f"{value.__module__}.{value.__qualname__}"
     elif isinstance(value, (set, frozenset)):
-        text = f"{{{', '.join(sorted(map(str, map(_plain_value, value))))}}}"  # in any order
+        text = f"{{{', '.join(sorted(map(str, map(_plain_value, value))))}}}"  # sets have no order
     elif isinstance(value, (dict, list, tuple)):
         kept = [
             type(each).__qualname__ if isinstance(each, (dict, list, tuple)) else _plain_value(each)

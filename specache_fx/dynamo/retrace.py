@@ -80,7 +80,8 @@ def count_as_growing(positions: GraphModule) -> None:
     Raises:
         TraceAgain: If a count was not marked before.
     """
-    rows = {row for row in positions.graph.output_node().args[0] if type(row) is int}
+    results: Any = positions.graph.output_node().args[0]
+    rows = {row for row in results if type(row) is int}
     if rows and _mark_counts(_fixed_lengths(rows)[0]):
         raise TraceAgain(restart_reason="specache: the row that a token is written into is a variable")
 
