@@ -255,13 +255,14 @@ class _Compile:
                     return self._leave(no), None
 
         follows = has_past(reads)
-        return FixedCacheRunner(make_later, follows, self._grown(graph, reads, follows))
+        runner, plan = self._grown(graph, reads, follows)
+        if plan is not None and plan.q_len == 1:  # within Dynamo's trace, which may start over
+            count_as_growing(plan.positions.graph)
+        return FixedCacheRunner(make_later, follows, (runner, plan))
 
     def _grown(self, graph: GraphModule, reads: Sequence[BufferRead], has_past: bool) -> Growing:
         """The runner of calls with a past, or of those without, with caches that grow in place of buffers."""
         graph, plan = grow(graph, reads, has_past=has_past)
-        if plan.q_len == 1:
-            count_as_growing(plan.positions.graph)
         program = self._analysed(graph, plan.starts + plan.positions.inputs)
         examples = [value_of(node) for node in placeholders(graph.graph)]  # newest ids are one more
         buffers = {buffer.input for buffer in plan.buffers}
