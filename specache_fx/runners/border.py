@@ -1,6 +1,6 @@
 """The border of a graph: Dynamo's tensors in the form that the graph takes, and its results in Dynamo's.
 
-Runners (`runners.py`) know caches with heads first and plain tensors. Those of this module wrap another one.
+Runners (`base.py`) know caches with heads first and plain tensors. Those of this module wrap another one.
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ SIZES: dict[str, list[tuple[int, ...]]] = {
     "scattered": [APART] * 2,
     "at a number of a tensor": [APART] * 2,
     "rows read one after the other": [APART] * 2,
+    "rows read one after the other, spelt out": [APART] * 2,
 }
 # What is moved otherwise from the 20th token on, or has other numbers.
 CHANGED = ("newest read", "rows clamped", "integers read")
@@ -72,9 +73,13 @@ class Decoder(nn.Module):
                     keys.repeat(1, HEADS // KV_HEADS, 1, 1),
                     values.repeat(1, HEADS // KV_HEADS, 1, 1),
                 )
-            heads = F.scaled_dot_product_attention(
-                q.transpose(1, 2), keys, values, attn_mask=seen, enable_gqa=True
-            )
+            if "spelt" in self.kind:
+                scores = q.transpose(1, 2) @ keys.mT * DIM**-0.5
+                heads = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values
+            else:
+                heads = F.scaled_dot_product_attention(
+                    q.transpose(1, 2), keys, values, attn_mask=seen, enable_gqa=True
+                )
             x = x + out(heads.transpose(1, 2).flatten(2))
         return F.linear(x, self.table.weight)
 

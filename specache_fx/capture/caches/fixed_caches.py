@@ -235,7 +235,7 @@ class _Rewrite:
             out = write(self._graph, core, key, value, self._mask(mask, read.sides[0], key, node))
         node.replace_all_uses_with(out)
         self._graph.erase_node(node)
-        if read.sides[0].is_tiled:
+        if read.sides[0].is_tiled and node.target is SDPA:  # rows of others are in groups already
             group_queries(out, read.sides[0].num_kv_heads)
 
     def _new_of(self, side: Written) -> Node:
