@@ -32,7 +32,7 @@ import specache_fx
 from specache_fx.calls import background, rehearsal
 from specache_fx.calls.this_thread import here
 from specache_fx.errors import ConfigError
-from specache_fx.runners.base import decode_runner
+from specache_fx.runners import decode_runner
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 EXACT = {**SMALL, "bits": 16}

@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 import specache_fx
 from specache_fx.capture.attention import run_form
 from specache_fx.errors import CacheHandleError, SavedCacheError
-from specache_fx.runners.base import fixed_runner
+from specache_fx.runners import fixed_runner
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 OPTIONS = TWO_LANES | {"bits": 16, "strict": True}

@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule
 
 import specache_fx
 from specache_fx.compiled import uncompiled
-from specache_fx.runners.base import layer_parts
+from specache_fx.runners import layer_parts
 from specache_fx.runtime import ops  # noqa: F401  (defines the operators)
 from specache_fx.runtime.native import graph_ops
 from specache_fx.runtime.step_table import empty_state

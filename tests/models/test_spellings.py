@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import specache_fx
-from specache_fx.runners.base import decode_runner
+from specache_fx.runners import decode_runner
 from specache_fx.runtime import registry
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import specache_fx
 from specache_fx.lowering import lower_static
-from specache_fx.runners.base import decode_runner
+from specache_fx.runners import decode_runner
 
 BEFORE, LENGTHS = 20, (31, 33, 35, 37)
 

@@ -13,7 +13,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 import specache_fx
 from specache_fx import ConfigError
-from specache_fx.runners.base import decode_runner
+from specache_fx.runners import decode_runner
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 CASES = [

@@ -16,7 +16,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import specache_fx
 from specache_fx import UnsupportedGraphError
-from specache_fx.runners.base import decode_runner
+from specache_fx.runners import decode_runner
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 Write = Callable[[Tensor], Any]
