@@ -19,7 +19,18 @@ from specache_fx.report.provenance import provenance
 
 # Modules of the laboratory whose source doesn't decide a record's numbers.
 _APART = (
-    *("chat", "cli", "cpu_worker", "experiments", "fetch", "gpu", "lm_eval_model", "pages", "real_models"),
+    *(
+        "chat",
+        "cli",
+        "cpu_worker",
+        "experiments",
+        "fetch",
+        "gpu",
+        "gpu_checks",
+        "lm_eval_model",
+        "pages",
+        "real_models",
+    ),
     *("report", "speed", "speed_page", "starts", "timing"),
 )
 

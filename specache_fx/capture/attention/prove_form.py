@@ -205,10 +205,11 @@ class _Run:
         if plain.shape[-1] == 1 or plain.numel() < self._products.numel():
             return Form(1.0)
         keys = self._products.shape[-1]
-        products, shown = self._by_heads(self._products), self._shown[..., :keys].clone()
-        if plain.shape[:-1] != products.shape[:-1] or plain.shape[-1] < keys:
+        products, more = self._by_heads(self._products), plain.shape[-1] - keys
+        if plain.shape[:-1] != products.shape[:-1] or more < 0:
             return None
-        shown &= plain[..., :keys] > _HIDDEN
+        products = torch.nn.functional.pad(products, (0, more))  # one key and a sink are two columns
+        shown = self._shown[..., : keys + more] & (plain > _HIDDEN)
         pairs = (shown.sum(-1) > 1).nonzero()
         if not len(pairs):
             return None
@@ -232,7 +233,7 @@ class _Run:
         for size in _SIZES:  # a bound may be far out, in some heads or at some keys
             want = products * size * form.scale
             want = want if form.softcap is None else form.softcap * torch.tanh(want / form.softcap)
-            rest = (self._scores(node, size * self._products) - plain)[..., :keys] - want
+            rest = self._scores(node, size * self._products) - plain - want
             rest = (rest - rest.gather(-1, first))[shown]
             if not float(rest.abs().max()) <= _ROUGH * float(want.abs().max()):
                 return None
