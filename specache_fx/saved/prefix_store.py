@@ -86,8 +86,9 @@ class PrefixStore:
                 " Give it a larger max_bytes."
             )
         if path.is_file():
-            _touch(path)
-            return
+            with contextlib.suppress(SavedCacheError), opened(path):  # a damaged one is written anew
+                _touch(path)
+                return
         self._make_room(nbytes)
         write_to(path, about, tensors)
 

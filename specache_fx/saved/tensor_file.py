@@ -51,9 +51,7 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, A
     Raises:
         OSError: If it can't be written.
     """
-    # Aligned by it: each tensor begins where its words, and the digest's, may begin; the format has no holes.
-    names = sorted(tensors, key=lambda name: (tensors[name].nbytes % 64 != 0, -tensors[name].itemsize))
-    tensors = {name: tensors[name] for name in names}
+    tensors = _aligned(tensors)
     with replacing(path) as file:
         digests = dict.fromkeys(tensors, _NO_DIGEST)
         file.write(_header(tensors, digests, about))
@@ -122,8 +120,14 @@ def regular(path: Path) -> Iterator[BinaryIO]:
 
 def file_bytes(tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> int:
     """Bytes of the file that `write` makes of these."""
-    header = _header(tensors, dict.fromkeys(tensors, _NO_DIGEST), about)
+    header = _header(_aligned(tensors), dict.fromkeys(tensors, _NO_DIGEST), about)
     return len(header) + sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _aligned(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """In an order in which each begins where its words, and the digest's, may begin; the format has no holes."""
+    names = sorted(tensors, key=lambda name: (tensors[name].nbytes % 64 != 0, -tensors[name].itemsize))
+    return {name: tensors[name] for name in names}
 
 
 def _header(

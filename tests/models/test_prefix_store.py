@@ -227,6 +227,19 @@ def test_the_same_cache_is_kept_once(model: Any, store: PrefixStore) -> None:
     assert files(store.folder) == [path] and path.stat().st_mtime > 2000
 
 
+def test_a_damaged_entry_is_put_anew(model: Any, store: PrefixStore) -> None:
+    cache = read(model, DOCUMENT)
+    store.put(DOCUMENT, cache)
+    (entry,) = store.folder.glob("*.safetensors")
+    whole = entry.read_bytes()
+    entry.write_bytes(whole[:100])
+    store.put(DOCUMENT, cache)
+    assert entry.stat().st_size == len(whole)
+    assert PrefixStore(store.folder / "exact", max_bytes=len(whole)).put(DOCUMENT, cache) is None
+    with pytest.raises(SavedCacheError, match=f"takes {len(whole):,} bytes"):
+        PrefixStore(store.folder / "small", max_bytes=len(whole) - 1).put(DOCUMENT, cache)
+
+
 def test_bad_arguments_are_named(model: Any, tmp_path: Path) -> None:
     for wrong in (0, 1.5, True, "1GB"):
         with pytest.raises(ConfigError, match="max_bytes="):
