@@ -31,6 +31,7 @@ def test_operators_of_graphs_have_only_arguments_and_results_that_the_wrapper_pa
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_tokens_are_those_of_the_python_wrapper() -> None:
     program = """
 import copy, torch, specache_fx

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -53,13 +54,15 @@ def prompt(model: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "lookahead"),
     nightly_unless(
-        ("llama", "gemma3_text", "mixtral", "bloom", "lfm2").__contains__,
-        (*NAMES, *WINDOWED_NAMES, "bloom", "lfm2"),
+        (
+            *((name, "auto") for name in ("llama", "gemma3_text", "mixtral", "bloom", "lfm2")),
+            ("llama", "token"),
+        ).__contains__,
+        itertools.product((*NAMES, *WINDOWED_NAMES, "bloom", "lfm2"), ("auto", "token")),
     ),
 )
-@pytest.mark.parametrize("lookahead", ["auto", "token"])
 def test_answers_are_those_of_dynamos_graphs(name: str, lookahead: str) -> None:
     given = {"max_new_tokens": 40, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     options = {**LOW, "lookahead": lookahead}
