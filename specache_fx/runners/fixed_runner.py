@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from specache_fx.capture.caches.buffers import Buffer, FixedCaches, size_in
-from specache_fx.capture.caches.by_indices import Tokens
+from specache_fx.capture.caches.cache_records import Tokens
 from specache_fx.errors import CacheHandleError
 from specache_fx.lowering import Compiled
 from specache_fx.runners.base import inference

@@ -23,7 +23,8 @@ from torch.fx import Graph, GraphModule, Node
 from specache_fx.capture.attention.normalize_attention import SDPA, from_sdpa
 from specache_fx.capture.attention.random_numbers import dense
 from specache_fx.capture.attention.run_form import from_softmax
-from specache_fx.capture.caches.by_indices import ById, Tokens, Written
+from specache_fx.capture.caches.by_indices import ById
+from specache_fx.capture.caches.cache_records import Tokens, Written
 from specache_fx.capture.caches.cache_side import LeaveAlone, sdpa_instead
 from specache_fx.capture.caches.cache_views import attentions_of, read_sides
 from specache_fx.capture.caches.heads_first import is_known

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from specache_fx.capture.caches.by_indices import Tokens, Written
+from specache_fx.capture.caches.cache_records import Tokens, Written
 from specache_fx.capture.caches.cache_side import GROW, LEAVE, LeaveAlone
 from specache_fx.capture.graph.graph_edit import finish
 from specache_fx.capture.graph.graph_slices import ancestors, cut_out

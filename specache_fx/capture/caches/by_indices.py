@@ -9,15 +9,14 @@ form of the cache, the past that is appended to, this call's tokens, and the hea
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
 
+from specache_fx.capture.caches.cache_records import Moved, Tokens, Written, with_nodes
 from specache_fx.capture.caches.id_runs import ROOM, MovedPart, Operand
 from specache_fx.capture.graph.graph_slices import ancestors
 from specache_fx.capture.graph.graph_utils import (
@@ -43,90 +42,6 @@ from specache_fx.runtime.handle_form import (
 _STARTS = ((3, 1), (0, 1))
 """The row that tokens are written at, and a step to that of others; the second where a prompt has no room behind 3."""
 _aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where keys or values of an attention come from.
-
-    Attributes:
-        tensor: The cache that is returned, or all that is in a buffer after this call.
-        form: Its form.
-        side: Of a pair: 0 for keys, 1 for values.
-        num_kv_heads: Its heads.
-        is_tiled: Heads are repeated one after the other, as `repeat` does, and not each by itself.
-        new: This call's tokens.
-        new_form: The form of `new`, which may hold both sides of a pair.
-    """
-
-    tensor: Node
-    form: str
-    side: int
-    num_kv_heads: int
-    is_tiled: bool
-    new: Node
-    new_form: str
-
-
-@dataclass(frozen=True)
-class Moved(Source):
-    """What an operand is made of, where a cache grows.
-
-    Attributes:
-        past: The input that tokens are appended to; None in a prompt.
-        between: The nodes that move them.
-        is_read: The operand is computed from the cache itself, and not beside it.
-    """
-
-    past: Node | None
-    between: frozenset[Node]
-    is_read: bool
-
-
-class Tokens(Enum):
-    """The number of tokens that a buffer holds before a call, by its way of writing."""
-
-    ANY = "any"
-    NONE = "none"
-    SOME = "some"  # `Written.position` of them
-    FULL = "as many as it has room for"
-
-
-@dataclass(frozen=True)
-class Written(Source):
-    """What an operand is made of, where a buffer of fixed length is written in place.
-
-    Attributes:
-        position: Where the first token is written, or where each is: a number, or a node. It tells nothing with
-            `Tokens.NONE` and `FULL`.
-        end: Where the rows end that are read; None where all are, or this call's tokens alone.
-        reads_new: The operand is this call's tokens, and not read from the buffer.
-        window: Tokens that the buffer has room for, where it keeps the newest; None where it keeps all.
-        before: Tokens that it has to hold before this call.
-        buffer: The input that is written, or what this call makes for it; None where all of it is written.
-    """
-
-    position: Any
-    end: Any = None
-    reads_new: bool = False
-    window: int | None = None
-    before: Tokens = Tokens.ANY
-    buffer: Node | None = None
-
-    @property
-    def is_input(self) -> bool:
-        """Whether the buffer is there before this call."""
-        return self.buffer is not None and self.buffer.op == "placeholder"
-
-    @property
-    def capacity(self) -> Any:
-        """Tokens that the buffer has room for."""
-        return (shape_of(self.tensor) or ())[token_dim(self.form)]
-
-    @property
-    def q_len(self) -> Any:
-        """The number of tokens that are written."""
-        return (shape_of(self.new) or ())[token_dim(self.new_form)]
 
 
 class ById:
@@ -212,7 +127,7 @@ class ById:
             return [None]
 
         found = self._find(MovedPart(self._gm, operands, [*writes]), find, writes)
-        return found and [dataclasses.replace(each, buffer=writes[each.tensor]) for each in found]
+        return found and [replace(each, buffer=writes[each.tensor]) for each in found]
 
     def _find(
         self,
@@ -227,16 +142,6 @@ class ById:
             found = find(part)
             self._seen[key] = None if None in found else with_nodes(found, part.numbered)
         return with_nodes(self._seen[key], part.node)
-
-
-def with_nodes(record: Any, change: Callable[[Any], Any]) -> Any:
-    """A record, or several, with other nodes in it: `change` takes each of its values."""
-    if dataclasses.is_dataclass(record):
-        names = [field.name for field in dataclasses.fields(record)]
-        return type(record)(*(with_nodes(getattr(record, name), change) for name in names))  # type: ignore[misc]
-    if type(record) in (list, frozenset):
-        return type(record)(with_nodes(each, change) for each in record)
-    return change(record)
 
 
 def _candidates(
@@ -347,7 +252,7 @@ def _written(
         if found is None and old is not None and old.shape == known[value].shape:
             found = _in_place(known, operand, buffer, value, kv, reads_some=before is None)  # type: ignore[arg-type]
         if found is not None:
-            found = dataclasses.replace(found, is_tiled=is_tiled)
+            found = replace(found, is_tiled=is_tiled)
             if _same_dtypes(operand.node, value, found.new, *([buffer] if buffer else [])):
                 return found
     return None
@@ -421,7 +326,7 @@ def _rolled(
     if position is None:
         return None
     made = Written(value, HEADS_FIRST, 0, kv.shape[1], False, *new, position)
-    return dataclasses.replace(made, window=window, before=before)
+    return replace(made, window=window, before=before)
 
 
 def _found_by(known: dict[Node, Any], nodes: set[Node], *wanted: Any) -> Node | None:

@@ -38,7 +38,7 @@ from specache_fx.capture.caches.buffers import (
     counters_of,
     positions_of,
 )
-from specache_fx.capture.caches.by_indices import Tokens, Written, with_nodes
+from specache_fx.capture.caches.cache_records import Tokens, Written, with_nodes
 from specache_fx.capture.caches.cache_side import GROW, LEAVE, LeaveAlone
 from specache_fx.capture.caches.cache_views import group_queries, heads_first_of
 from specache_fx.capture.graph.graph_edit import (

@@ -27,7 +27,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from specache_fx.capture.attention.run_form import side_of_product
-from specache_fx.capture.caches.by_indices import ById, Moved, Written
+from specache_fx.capture.caches.by_indices import ById
+from specache_fx.capture.caches.cache_records import Moved, Written
 from specache_fx.capture.caches.cache_side import is_cache, without_repeat
 from specache_fx.capture.caches.cache_views import (
     as_in_model,
