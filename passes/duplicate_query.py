@@ -31,13 +31,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
 
-from specache_fx.capture.attention.normalize_attention import SDPA
 from specache_fx.capture.graph.graph_edit import call, copy_graph
 from specache_fx.capture.graph.graph_utils import placeholders, value_of
 from specache_fx.capture.graph.segments import CannotCut, Joined, Segment, cut
 from specache_fx.capture.graph.simplify import simplify
 from specache_fx.capture.program import Program
 from specache_fx.passes.batching_rules import register_batching_rules
+from specache_fx.runtime.ops import SDPA
 
 _EXPAND = torch.ops.aten.expand.default
 _MARKER = torch.ops.specache.attention.default

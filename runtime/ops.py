@@ -249,11 +249,12 @@ _define(
     _load_fake,
 )
 _define(
-    f"scaled_dot_product_attention({_SIDES}, Tensor? mask=None, float dropout_p=0.0, bool is_causal=False,"
+    f"scaled_dot_product_attention({_SIDES}, Tensor? attn_mask=None, float dropout_p=0.0, bool is_causal=False,"
     " float? scale=None, bool enable_gqa=False) -> Tensor",
     _sdpa,
     _sdpa_fake,
 )
+SDPA = torch.ops.specache.scaled_dot_product_attention.default
 for _device in ("CPU", "CUDA"):
     _library.impl(
         "scaled_dot_product_attention", functools.partial(_sdpa_autocast, _device), f"Autocast{_device}"

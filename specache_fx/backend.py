@@ -15,10 +15,9 @@ from torch.fx import GraphModule
 from specache_fx._log import warn_once
 from specache_fx.capture.analyse import analyse, kv_inputs, may_have_cache
 from specache_fx.capture.attention.flex_attention import with_masks_alone
-from specache_fx.capture.attention.unknown_forms import CACHE_SO, reader_of
 from specache_fx.capture.caches.buffer_reads import BufferRead, buffer_reads, has_past, writes_tokens
-from specache_fx.capture.caches.cache_side import GROWING, LEAVE, LeaveAlone
 from specache_fx.capture.caches.fixed_caches import grow
+from specache_fx.capture.caches.unknown_forms import CACHE_SO, reader_of
 from specache_fx.capture.graph.dynamo_graph import needs_gradients
 from specache_fx.capture.graph.graph_edit import fake_mode_of
 from specache_fx.capture.graph.graph_slices import mutated_inputs
@@ -28,6 +27,7 @@ from specache_fx.capture.graph.graph_utils import (
     reads_shape_only,
     value_of,
 )
+from specache_fx.capture.graph.left_alone import GROWING, LEAVE, LeaveAlone
 from specache_fx.capture.graph.subclasses import flatten
 from specache_fx.capture.graph.trace import TraceError, trace
 from specache_fx.capture.program import Phase, Program, Refusal, merged_messages

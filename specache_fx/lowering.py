@@ -21,7 +21,6 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from specache_fx._log import warn_once
-from specache_fx.capture.attention.normalize_attention import SDPA
 from specache_fx.capture.graph.graph_edit import call
 from specache_fx.capture.graph.graph_slices import ancestors, eliminate_dead_code, extract
 from specache_fx.capture.graph.graph_utils import placeholders, shape_of, symbols_of, value_of
@@ -33,6 +32,7 @@ from specache_fx.errors import first_line
 from specache_fx.report.progress import announced, say_step
 from specache_fx.runners.layer_parts import compile_by_layer, target
 from specache_fx.runtime.kernels import KERNELS, LayerForm
+from specache_fx.runtime.ops import SDPA
 from specache_fx.runtime.prompt_masks import check_mask_rule
 from specache_fx.runtime.quant import make_quantizer
 from specache_fx.runtime.step_table import empty_state

@@ -16,12 +16,12 @@ import torch
 from torch.fx import GraphModule, Node
 
 from specache_fx.capture.attention.flex_attention import as_sdpa, from_flex, is_flex
-from specache_fx.capture.attention.match_attention import match_attention, phase_of
-from specache_fx.capture.attention.normalize_attention import SDPA, from_sdpa
+from specache_fx.capture.attention.normalize_attention import from_sdpa
 from specache_fx.capture.attention.run_form import from_softmax
-from specache_fx.capture.caches.cache_side import LeaveAlone
+from specache_fx.capture.caches.cache_side import grows
 from specache_fx.capture.caches.heads_first import heads_first
-from specache_fx.capture.graph.graph_edit import finish
+from specache_fx.capture.caches.match_attention import match_attention, phase_of
+from specache_fx.capture.graph.graph_edit import CallsOnce, finish
 from specache_fx.capture.graph.graph_slices import ancestors
 from specache_fx.capture.graph.graph_utils import (
     is_float,
@@ -32,16 +32,17 @@ from specache_fx.capture.graph.graph_utils import (
     value_of,
     weight_name,
 )
+from specache_fx.capture.graph.left_alone import LeaveAlone
 from specache_fx.capture.positions.find_prelude import find_prelude
 from specache_fx.capture.positions.find_sources import find_sources, find_token, fixed_sizes, kv_lens
-from specache_fx.capture.positions.lanes import drawn_in, effect_of, kept_cache_of, single_lane
+from specache_fx.capture.positions.lanes import drawn_in, effect_of, single_lane
 from specache_fx.capture.positions.mask_graphs import find_prompt_masks, find_window_masks, with_masks
-from specache_fx.capture.positions.mask_rows import CallsOnce, UnknownFormError
 from specache_fx.capture.positions.newest_tokens import NEWEST_OF, newest_tokens
 from specache_fx.capture.positions.outputs import find_logits, plan_outputs
 from specache_fx.capture.program import AttentionCore, AttentionSite, Decoding, Phase, Program, Refusal
 from specache_fx.config import SpecacheConfig
 from specache_fx.report.progress import say_step
+from specache_fx.runtime.ops import SDPA
 from specache_fx.runtime.sources import Sources
 
 logger = logging.getLogger(__name__)
@@ -103,10 +104,8 @@ def attention_cores(gm: GraphModule) -> tuple[list[AttentionCore], dict[Node, st
                 cores.append(from_flex(gm, node, outputs, calls))
             elif caches and node.target is torch.ops.aten._softmax.default:
                 cores.append(from_softmax(gm, node, outputs, calls))
-        except UnknownFormError as error:
-            unknown[node] = str(error)
         except LeaveAlone as error:
-            unknown[node] = f"flex_attention can't be told as a mask or a bias there: {error}"
+            unknown[node] = error.reason
     used = ancestors([*own, *(each for core in cores for each in (core.query, core.mask) if each)])
     for node in reversed(gm.graph.nodes):
         if node not in used:
@@ -167,14 +166,14 @@ def _decoding(
     sources = with_masks(gm, sources, sites)
     logits = find_logits(kept, sources.vocabulary)
     # A cache that stays in the graph has a length of its own in each step anyhow.
-    static = kept_cache_of(kept) is None
-    cut = find_prelude(gm, sites, kept, sources, lengths_are_static=static)
+    kept_cache = next((node.name for node in kept if grows(node)), None)
+    cut = find_prelude(gm, sites, kept, sources, lengths_are_static=kept_cache is None)
     return Decoding(
         sources=sources,
         window_masks=find_window_masks(gm, sources, sites),
         cut=cut,
         logits=logits,
-        single_lane=single_lane(gm.graph, kept, past, sources.token, logits, cut),
+        single_lane=single_lane(gm.graph, kept, past, sources.token, logits, kept_cache, cut),
         is_pure=effect_of(gm.graph, cut.asserts) is None and drawn_in(gm.graph) is None,
     )
 

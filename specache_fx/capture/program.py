@@ -11,7 +11,6 @@ from typing import NamedTuple
 from torch._ops import OpOverload
 from torch.fx import Node
 
-from specache_fx.capture.caches.cache_side import Side
 from specache_fx.config import SpecacheConfig
 from specache_fx.runtime.expansion import Expansion
 from specache_fx.runtime.graph_part import Part
@@ -109,6 +108,26 @@ class AttentionCore:
     sinks: Node | None = None
     inner: frozenset[Node] = frozenset()
     problem: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class Side:
+    """Keys or values that a model caches.
+
+    Attributes:
+        root: Past and new, `[batch, num_kv_heads, kv_len, head_dim]`.
+        new: This call's part.
+        past: The placeholder of the past; None in prefill.
+        output: What is returned: the root, or its newest `window - 1` tokens.
+        window: Tokens that a query reaches, its own included, where the cache keeps no more (a sliding window or a
+            chunk); None where all are kept.
+    """
+
+    root: Node
+    new: Node
+    past: Node | None
+    output: Node
+    window: int | None
 
 
 @dataclass(frozen=True)

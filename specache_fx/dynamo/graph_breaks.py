@@ -23,7 +23,7 @@ import torch
 from torch._dynamo.exc import Unsupported, UserError
 from torch.fx import GraphModule
 
-from specache_fx.capture.caches.cache_side import BREAKS, LEAVE
+from specache_fx.capture.graph.left_alone import BREAKS, LEAVE
 from specache_fx.capture.positions.lanes import NO_LOGITS, NO_TOKENS
 from specache_fx.capture.program import Decoding, Program
 from specache_fx.errors import UnsupportedGraphError

@@ -57,7 +57,13 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.saved.fingerprint",),
     ("specache_fx.direct.traced_values", "specache_fx.saved.json_form", "specache_fx.calls.known_caches"),
     ("specache_fx.passes",),
-    ("specache_fx.capture",),
+    ("specache_fx.capture.analyse",),
+    ("specache_fx.capture.caches",),
+    ("specache_fx.capture.attention",),
+    ("specache_fx.capture.positions",),
+    ("specache_fx.capture.program",),
+    ("specache_fx.capture.graph",),
+    ("specache_fx.capture",),  # only its __init__
     ("specache_fx.runtime.ops",),
     ("specache_fx.runtime.parts",),
     ("specache_fx.runtime.fixed_buffers",),
@@ -133,6 +139,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
 BARE = (
     "",
     "specache_fx",
+    "specache_fx.capture",
     "specache_fx.runtime",
     "specache_fx.calls",
     "specache_fx.direct",
@@ -144,7 +151,10 @@ BARE = (
 RANK = {name: len(RANKS) - i for i, names in enumerate(RANKS) for name in names}
 # Packages whose modules may import one another.
 PACKAGES = (
-    "specache_fx.capture",
+    "specache_fx.capture.attention",
+    "specache_fx.capture.caches",
+    "specache_fx.capture.graph",
+    "specache_fx.capture.positions",
     "specache_fx.passes",
     "specache_fx.examples",
     "specache_fx.runtime.kernels",

@@ -25,11 +25,9 @@ from torch import Tensor
 from torch._higher_order_ops.flex_attention import flex_attention as FLEX
 from torch.fx import GraphModule, Node
 
-from specache_fx.capture.attention.normalize_attention import SDPA
 from specache_fx.capture.attention.random_numbers import repeated
 from specache_fx.capture.attention.run_form import from_softmax
-from specache_fx.capture.caches.cache_side import LeaveAlone
-from specache_fx.capture.graph.graph_edit import call, copy_graph, finish
+from specache_fx.capture.graph.graph_edit import CallsOnce, call, copy_graph, finish
 from specache_fx.capture.graph.graph_slices import constant_of, draws_random_numbers
 from specache_fx.capture.graph.graph_utils import (
     described,
@@ -39,9 +37,10 @@ from specache_fx.capture.graph.graph_utils import (
     shape_of,
     value_of,
 )
+from specache_fx.capture.graph.left_alone import LeaveAlone
 from specache_fx.capture.graph.trace import inline
-from specache_fx.capture.positions.mask_rows import CallsOnce
 from specache_fx.capture.program import AttentionCore
+from specache_fx.runtime.ops import SDPA
 
 _aten = torch.ops.aten
 _NO_BLOCKS = 1 << 30  # the block size of a mask that nobody gave

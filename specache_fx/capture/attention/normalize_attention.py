@@ -9,32 +9,20 @@ Spelt-out attention (`attn_implementation="eager"`, bloom, mpt, gpt_oss, ...) is
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from specache_fx.capture.attention.run_form import is_of_one_token, with_heads
-from specache_fx.capture.caches.cache_side import LEAVE
+from specache_fx.capture.graph.graph_edit import CallsOnce
 from specache_fx.capture.graph.graph_slices import constant_of
 from specache_fx.capture.graph.graph_utils import same_sizes, shape_of
-from specache_fx.capture.positions.mask_rows import CallsOnce
+from specache_fx.capture.graph.left_alone import LEAVE
 from specache_fx.capture.program import AttentionCore
-from specache_fx.runtime import ops  # noqa: F401  (registers torch.ops.specache)
 
 _aten = torch.ops.aten
-SDPA = torch.ops.specache.scaled_dot_product_attention.default
-SDPA_DEFAULTS = (None, 0.0, False, None, False)  # of the arguments behind query, key and value
-_SDPA_ARGS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _LEAVE = f"{LEAVE}."
-
-
-def sdpa_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Arguments of `SDPA`, of those of `torch.nn.functional.scaled_dot_product_attention`."""
-    given = {**dict(zip(_SDPA_ARGS, args, strict=False)), **kwargs}
-    rest = zip(_SDPA_ARGS[3:], SDPA_DEFAULTS, strict=True)
-    return *(given[name] for name in _SDPA_ARGS[:3]), *(given.get(name, by) for name, by in rest)
 
 
 def from_sdpa(gm: GraphModule, node: Node, calls: CallsOnce) -> AttentionCore:

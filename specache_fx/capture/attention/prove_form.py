@@ -33,7 +33,7 @@ from specache_fx.capture.graph.graph_utils import (
     target_name,
     value_of,
 )
-from specache_fx.capture.positions.mask_rows import UnknownFormError
+from specache_fx.capture.graph.left_alone import UnknownFormError
 from specache_fx.errors import first_line
 
 _aten = torch.ops.aten

@@ -22,7 +22,7 @@ from torch.fx.node import map_arg
 
 from specache_fx.capture.attention.prove_form import Form, SpeltOut, prove
 from specache_fx.capture.attention.random_numbers import Numbers
-from specache_fx.capture.caches.cache_side import LEAVE, LeaveAlone
+from specache_fx.capture.graph.graph_edit import CallsOnce
 from specache_fx.capture.graph.graph_slices import ancestors, constant_of, draws_random_numbers
 from specache_fx.capture.graph.graph_utils import (
     concatenated,
@@ -37,7 +37,7 @@ from specache_fx.capture.graph.graph_utils import (
     target_name,
     value_of,
 )
-from specache_fx.capture.positions.mask_rows import CallsOnce, UnknownFormError
+from specache_fx.capture.graph.left_alone import LEAVE, LeaveAlone, UnknownFormError
 from specache_fx.capture.program import AttentionCore
 
 _aten = torch.ops.aten

@@ -20,16 +20,15 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from specache_fx.capture.attention.normalize_attention import SDPA, from_sdpa
+from specache_fx.capture.attention.normalize_attention import from_sdpa
 from specache_fx.capture.attention.random_numbers import dense
 from specache_fx.capture.attention.run_form import from_softmax
 from specache_fx.capture.caches.by_indices import ById
 from specache_fx.capture.caches.cache_records import Tokens, Written
-from specache_fx.capture.caches.cache_side import LeaveAlone, sdpa_instead
 from specache_fx.capture.caches.cache_views import attentions_of, read_sides
 from specache_fx.capture.caches.heads_first import is_known
 from specache_fx.capture.caches.id_runs import MADE, Operand, leaves_of
-from specache_fx.capture.graph.graph_edit import call, fake_mode_of, origin_of
+from specache_fx.capture.graph.graph_edit import CallsOnce, call, fake_mode_of, origin_of
 from specache_fx.capture.graph.graph_slices import ancestors
 from specache_fx.capture.graph.graph_utils import (
     described,
@@ -39,10 +38,11 @@ from specache_fx.capture.graph.graph_utils import (
     target_name,
     value_of,
 )
+from specache_fx.capture.graph.left_alone import LeaveAlone, UnknownFormError
 from specache_fx.capture.graph.trace import inline
-from specache_fx.capture.positions.mask_rows import CallsOnce, UnknownFormError
 from specache_fx.capture.program import AttentionCore
 from specache_fx.runtime.handle_form import MOST_DIMS
+from specache_fx.runtime.ops import SDPA
 
 _aten = torch.ops.aten
 _WRITES = (
@@ -179,9 +179,7 @@ def _spelt_out(gm: GraphModule, softmax: Node, sides: set[Node], calls: CallsOnc
     try:
         core = from_softmax(gm, softmax, outputs, calls, is_replaced=True)
     except UnknownFormError as error:
-        raise LeaveAlone(
-            f"an attention reads a cache of fixed length, and {error}", sdpa_instead(softmax)
-        ) from error
+        raise LeaveAlone(f"an attention reads a cache of fixed length, and {error}", error.remedy) from error
     if core.problem is not None:
         raise LeaveAlone(*core.problem)
     return core

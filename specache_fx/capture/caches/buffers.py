@@ -14,10 +14,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from specache_fx.capture.caches.cache_records import Tokens, Written
-from specache_fx.capture.caches.cache_side import GROW, LEAVE, LeaveAlone
 from specache_fx.capture.graph.graph_edit import finish
 from specache_fx.capture.graph.graph_slices import ancestors, cut_out
 from specache_fx.capture.graph.graph_utils import placeholders, shape_of, value_of
+from specache_fx.capture.graph.left_alone import GROW, LEAVE, LeaveAlone
 from specache_fx.runtime.graph_part import Part
 
 REMEDY = f"Let nothing but attention read such a cache. Or {GROW}. {LEAVE}."

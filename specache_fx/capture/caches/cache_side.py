@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,53 +18,15 @@ from specache_fx.capture.graph.graph_utils import (
     same_sizes,
     shape_of,
     shown_shape,
-    source_of,
     target_name,
 )
+from specache_fx.capture.graph.left_alone import GROW, GROWING, LEAVE, LeaveAlone
+from specache_fx.capture.program import Side
 from specache_fx.runtime.handle_form import MOST_DIMS
 
-LEAVE = 'backend="inductor" compiles this model as it is'
-BREAKS = f'TORCH_LOGS="graph_breaks" shows where graphs break. {LEAVE}.'
-GROW = "let the cache grow, cat([past, new], dim=-2) (with transformers a DynamicCache)"
-GROWING = f"{GROW[0].upper()}{GROW[1:]}. {LEAVE}."
 ONLY_ATTENTION = f"Let nothing but attention, and cat([past, new], dim=-2), read the cached tensors. {LEAVE}."
 _aten = torch.ops.aten
 _SAME_TOKENS = {"clone", "_to_copy", "slice"}
-
-
-def sdpa_instead(softmax: Node) -> str:
-    """The remedy for attention that is spelt out in another form."""
-    if "/transformers/" in source_of(softmax):
-        return f'Load it with attn_implementation="sdpa" if it can be. {LEAVE}.'
-    return f"Use torch.nn.functional.scaled_dot_product_attention there if it can be. {LEAVE}."
-
-
-class LeaveAlone(Exception):
-    """Not a rewritable attention; `remedy` is "" where no user would expect one (no cache was asked for)."""
-
-    def __init__(self, reason: str, remedy: str = f"{LEAVE}.") -> None:
-        super().__init__(reason)
-        self.reason, self.remedy = reason, remedy
-
-
-@dataclass(frozen=True)
-class Side:
-    """Keys or values that a model caches.
-
-    Attributes:
-        root: Past and new, `[batch, num_kv_heads, kv_len, head_dim]`.
-        new: This call's part.
-        past: The placeholder of the past; None in prefill.
-        output: What is returned: the root, or its newest `window - 1` tokens.
-        window: Tokens that a query reaches, its own included, where the cache keeps no more (a sliding window or a
-            chunk); None where all are kept.
-    """
-
-    root: Node
-    new: Node
-    past: Node | None
-    output: Node
-    window: int | None
 
 
 def without_repeat(node: Node) -> tuple[Node, list[Node]]:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from specache_fx.capture.attention.normalize_attention import SDPA
 from specache_fx.capture.attention.random_numbers import repeated
 from specache_fx.capture.attention.run_form import path_of, swapped_in
 from specache_fx.capture.caches.id_runs import Operand
@@ -27,8 +26,8 @@ from specache_fx.capture.graph.graph_utils import (
     target_name,
     value_of,
 )
+from specache_fx.capture.graph.left_alone import UnknownFormError
 from specache_fx.capture.graph.trace import inline
-from specache_fx.capture.positions.mask_rows import UnknownFormError
 from specache_fx.runtime.handle_form import (
     PAIR,
     dims_of,
@@ -37,6 +36,7 @@ from specache_fx.runtime.handle_form import (
     steps_from_side,
     steps_to_side,
 )
+from specache_fx.runtime.ops import SDPA
 
 _aten = torch.ops.aten
 _STEPS = {

@@ -27,7 +27,6 @@ from torch._dynamo.source import ConstantSource
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
-from specache_fx.capture.attention.normalize_attention import SDPA
 from specache_fx.capture.caches.buffer_reads import BufferRead, cores_of, write
 from specache_fx.capture.caches.buffers import (
     REMEDY,
@@ -39,7 +38,6 @@ from specache_fx.capture.caches.buffers import (
     positions_of,
 )
 from specache_fx.capture.caches.cache_records import Tokens, Written, with_nodes
-from specache_fx.capture.caches.cache_side import GROW, LEAVE, LeaveAlone
 from specache_fx.capture.caches.cache_views import group_queries, heads_first_of
 from specache_fx.capture.graph.graph_edit import (
     add_placeholder,
@@ -60,11 +58,13 @@ from specache_fx.capture.graph.graph_utils import (
     symbols_of,
     value_of,
 )
+from specache_fx.capture.graph.left_alone import GROW, LEAVE, LeaveAlone
 from specache_fx.capture.graph.trace import inline
 from specache_fx.capture.positions.buffer_masks import DATA, cut_to, is_narrow, shows_behind
 from specache_fx.capture.program import AttentionCore
 from specache_fx.runtime.graph_part import Part
 from specache_fx.runtime.handle_form import is_laid_out, token_dim
+from specache_fx.runtime.ops import SDPA
 
 _aten = torch.ops.aten
 _LENGTH = "specache_kv_len"  # of the past, a symbol that no input of Dynamo's has

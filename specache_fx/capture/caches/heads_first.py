@@ -43,7 +43,7 @@ from specache_fx.capture.caches.id_runs import Operand
 from specache_fx.capture.graph.graph_edit import call, finish, place_behind
 from specache_fx.capture.graph.graph_slices import ancestors, eliminate_dead_code
 from specache_fx.capture.graph.graph_utils import is_float, newest, placeholders, shape_of
-from specache_fx.capture.positions.mask_rows import UnknownFormError
+from specache_fx.capture.graph.left_alone import UnknownFormError
 from specache_fx.capture.program import CacheForm
 from specache_fx.runtime.handle_form import HEADS_FIRST, MOST_DIMS, PAIR, num_sides
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
-from specache_fx.capture.caches.cache_side import LeaveAlone, is_cache, why_not_cached, without_repeat
+from specache_fx.capture.caches.cache_side import is_cache, why_not_cached, without_repeat
 from specache_fx.capture.graph.graph_slices import ancestors
 from specache_fx.capture.graph.graph_utils import (
     reads_shape_only,
@@ -20,6 +20,7 @@ from specache_fx.capture.graph.graph_utils import (
     source_of,
     target_name,
 )
+from specache_fx.capture.graph.left_alone import LeaveAlone
 from specache_fx.capture.program import AttentionCore
 
 

@@ -24,10 +24,10 @@ from torch._dynamo.source import TensorPropertySource
 from torch.autograd import grad_mode
 from torch.fx import GraphModule, Node
 
-from specache_fx.capture.attention.normalize_attention import SDPA, sdpa_arguments
 from specache_fx.capture.graph.graph_edit import copy_graph
 from specache_fx.capture.graph.graph_slices import ancestors, float_of
 from specache_fx.capture.graph.graph_utils import is_integer, placeholders, target_name, value_of
+from specache_fx.runtime.ops import SDPA
 
 # Modes of gradients that a model enters in its own `forward`. The exit of one reads its entry, and so is erased first.
 _MODES = (grad_mode._exit_inference_mode, grad_mode._enter_inference_mode, torch._C._set_grad_enabled)
@@ -69,7 +69,7 @@ def prepared(gm: GraphModule) -> GraphModule:
         elif node.op == "call_function" and target_name(node) == "einsum":
             node.target = _einsum
         elif node.op == "call_function" and node.target is F.scaled_dot_product_attention:
-            node.target, node.args, node.kwargs = SDPA, sdpa_arguments(node.args, node.kwargs), {}
+            node.target = SDPA
     copied.recompile()
     return copied
 

@@ -13,6 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from specache_fx.capture.graph.graph_utils import placeholders, value_of
+from specache_fx.capture.graph.left_alone import UnknownFormError
 
 
 def make_module(root: Any, graph: Graph) -> GraphModule:
@@ -95,6 +96,38 @@ def size_of(before: Node, node: Node, dim: int) -> Any:
         for other in others:
             total = call(graph, operator.add, (total, other), before)
         return total
+
+
+class CallsOnce:
+    """Inserts calls, the same one on the same nodes once: layers share their masks."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Node] = {}
+
+    def call(self, before: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
+        """The result of a call; a new one is inserted before a node.
+
+        Raises:
+            UnknownFormError: If the shapes don't fit: they were guessed.
+        """
+        key = (target, repr((args, kwargs)))
+        if key not in self._known:
+            last = before.prev
+            try:
+                with before.graph.inserting_before(before):
+                    self._known[key] = call(before.graph, target, args, before, kwargs=kwargs)
+            except Exception as error:  # of any operator, one of whose operands is a zero now
+                if before.prev is not last:
+                    before.graph.erase_node(before.prev)
+                raise UnknownFormError(before, "is of parts whose shapes don't fit each other") from error
+        return self._known[key]
+
+    def size(self, before: Node, node: Node, dim: int) -> Any:
+        """A size, see `size_of`; the same one once."""
+        key = ("size", str(value_of(node).shape[dim]))
+        if key not in self._known:
+            self._known[key] = size_of(before, node, dim)
+        return self._known[key]
 
 
 def place_behind(nodes: Iterable[Any]) -> Node:

@@ -12,6 +12,7 @@ from torch.utils._sympy.symbol import SymT, symbol_is_type
 from specache_fx.capture.graph.graph_utils import placeholders, value_of
 from specache_fx.capture.graph.pieces import Piece
 from specache_fx.runtime.graph_part import Part
+from specache_fx.runtime.ops import SDPA
 
 _CONSTANT_NODES = 50  # a factor is computed in fewer
 
@@ -98,7 +99,7 @@ def draws_random_numbers(node: Node) -> bool:
     """Whether a node's result is another one each time."""
     if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
         return True
-    attends = node.target is torch.ops.specache.scaled_dot_product_attention.default
+    attends = node.target is SDPA
     return attends and bool(node.args[4])  # dropout
 
 

@@ -25,9 +25,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import OptimizedPythonReferenceAnalysis
 
-from specache_fx.capture.attention.normalize_attention import SDPA, sdpa_arguments
 from specache_fx.capture.graph.fake_results import FakeResults
 from specache_fx.capture.graph.graph_utils import value_of
+from specache_fx.runtime.ops import SDPA
 
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 # They give a tensor another shape, which other nodes have noted.
@@ -82,7 +82,7 @@ class Recorder(TorchFunctionMode):
         """Run a function, and note it where a tensor comes of it."""
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            func, args, kwargs = SDPA, sdpa_arguments(args, kwargs), {}
+            func = SDPA
         name = getattr(func, "__name__", "")
         if name in _RESHAPES:
             raise NotDirect(f"{name} changes a tensor's shape")

@@ -14,7 +14,6 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from specache_fx.capture.attention.normalize_attention import SDPA, SDPA_DEFAULTS
 from specache_fx.capture.graph.graph_edit import call
 from specache_fx.capture.graph.graph_utils import (
     cut_of,
@@ -25,9 +24,11 @@ from specache_fx.capture.graph.graph_utils import (
     unexpanded,
     value_of,
 )
+from specache_fx.runtime.ops import SDPA
 
 _aten = torch.ops.aten
 _ORDERS = (_aten.permute.default, _aten.transpose.int)
+_SDPA_DEFAULTS = (None, 0.0, False, None, False)  # of the arguments behind query, key and value
 _SQUEEZES = (_aten.squeeze.dim, _aten.squeeze.dims)
 _LAYOUTS = (_aten.reshape.default, _aten.expand.default, _aten.slice.Tensor, *_SQUEEZES)
 _SAME_ELEMENTS = (_aten.clone.default, _aten.reshape.default, _aten.unsqueeze.default, *_SQUEEZES)
@@ -69,7 +70,7 @@ def _as_logical_not(node: Node) -> None:
 
 def _with_defaults(node: Node) -> None:
     """Give SDPA all of its arguments: the dispatcher leaves out those equal to their defaults."""
-    node.args = (*node.args, *SDPA_DEFAULTS[len(node.args) - 3 :])
+    node.args = (*node.args, *_SDPA_DEFAULTS[len(node.args) - 3 :])
 
 
 def _with_one_head_of_mask(node: Node) -> None:

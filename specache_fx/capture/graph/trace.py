@@ -39,7 +39,6 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, m
 from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 
-from specache_fx.capture.attention.normalize_attention import SDPA
 from specache_fx.capture.graph.dynamo_graph import prepared
 from specache_fx.capture.graph.graph_edit import fake_mode_of, finish, make_module, origin_of
 from specache_fx.capture.graph.graph_slices import eliminate_dead_code, writes_in_place
@@ -57,6 +56,7 @@ from specache_fx.capture.graph.subclasses import flatten, unflatten
 from specache_fx.errors import first_line
 from specache_fx.runtime import ops  # noqa: F401  (registers torch.ops.specache)
 from specache_fx.runtime.handle_form import is_laid_out
+from specache_fx.runtime.ops import SDPA
 
 _KEPT = ("tensor_dict", "grapharg", "_dynamo_source", "stack_trace")  # of a placeholder's meta
 GROWS = "specache_grows"  # in the meta of a placeholder: a buffer of the model that is a growing cache

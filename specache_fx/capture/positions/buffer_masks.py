@@ -9,9 +9,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 
-from specache_fx.capture.attention.normalize_attention import SDPA
 from specache_fx.capture.graph.graph_slices import ancestors
 from specache_fx.capture.graph.graph_utils import is_pointwise, same_sizes, shape_of, value_of
+from specache_fx.runtime.ops import SDPA
 
 _aten = torch.ops.aten
 DATA = (SDPA, _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.embedding.default)

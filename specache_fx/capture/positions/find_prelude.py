@@ -14,7 +14,6 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from specache_fx.capture.caches.cache_side import LEAVE, LeaveAlone
 from specache_fx.capture.graph.graph_edit import finish
 from specache_fx.capture.graph.graph_slices import (
     ancestors,
@@ -35,6 +34,7 @@ from specache_fx.capture.graph.graph_utils import (
     target_name,
     value_of,
 )
+from specache_fx.capture.graph.left_alone import LEAVE, LeaveAlone
 from specache_fx.capture.program import AttentionSite, Cut
 from specache_fx.runtime.sources import Prelude, Sources
 

@@ -7,7 +7,6 @@ from collections.abc import Collection, Sequence
 import torch
 from torch.fx import Graph, Node
 
-from specache_fx.capture.caches.cache_side import grows
 from specache_fx.capture.graph.graph_slices import ancestors, draws_random_numbers, has_effect, mutated_inputs
 from specache_fx.capture.graph.graph_utils import is_static_input, placeholders, shape_of, value_of
 from specache_fx.capture.program import Cut
@@ -33,17 +32,13 @@ def drawn_in(graph: Graph) -> str | None:
     return next((node.name for node in graph.nodes if draws_random_numbers(node)), None)
 
 
-def kept_cache_of(kept: Sequence[Node]) -> str | None:
-    """A cache that is left alone, and so goes on growing in the graph."""
-    return next((node.name for node in kept if grows(node)), None)
-
-
 def single_lane(
     graph: Graph,
     kept: Sequence[Node],
     past_inputs: Sequence[int],
     token: int | None,
     logits: int | None,
+    kept_cache: str | None,
     cut: Cut,
 ) -> str | None:
     """The reason for one token at a time in a decode graph; None where it can compute two.
@@ -54,6 +49,7 @@ def single_lane(
         past_inputs: Positions of the past KV inputs.
         token: Position of the token ids.
         logits: Position of the logits among `kept`.
+        kept_cache: A cache that is left alone, and so goes on growing in the graph.
         cut: Takes assertions out of the graph.
     """
     if effect := effect_of(graph, cut.asserts):
@@ -63,10 +59,10 @@ def single_lane(
         return f"the model draws random numbers (`{drawn}`), and would draw more of them"
     if token is None:
         return NO_TOKENS
-    if cache := kept_cache_of(kept):
+    if kept_cache is not None:
         return (
-            f"the cache of an attention that is left alone stays in the graph (`{cache}`), where the speculative token"
-            " would not see the output token"
+            f"the cache of an attention that is left alone stays in the graph (`{kept_cache}`), where the speculative"
+            " token would not see the output token"
         )
     if carried := _carried_state(placeholders(graph), kept, past_inputs):
         return (

@@ -14,8 +14,6 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from specache_fx.capture.attention.normalize_attention import SDPA
-from specache_fx.capture.caches.cache_side import LeaveAlone
 from specache_fx.capture.graph.graph_slices import ancestors, cut_out, draws_random_numbers, mutated_inputs
 from specache_fx.capture.graph.graph_utils import (
     is_integer,
@@ -26,8 +24,10 @@ from specache_fx.capture.graph.graph_utils import (
     symbols_of,
     value_of,
 )
+from specache_fx.capture.graph.left_alone import LeaveAlone
 from specache_fx.capture.program import AttentionSite
 from specache_fx.runtime.graph_part import Part
+from specache_fx.runtime.ops import SDPA
 from specache_fx.runtime.sources import Sources
 from specache_fx.runtime.window_masks import WindowMasks
 

@@ -15,9 +15,9 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from specache_fx.capture.attention.normalize_attention import SDPA
 from specache_fx.capture.graph.recorder import NotDirect, Recorder
 from specache_fx.capture.graph.trace import trace
+from specache_fx.runtime.ops import SDPA
 
 LIBRARY = "recorded"
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from specache_fx.capture.attention.normalize_attention import SDPA
 from specache_fx.capture.graph.graph_utils import placeholders, target_name
 from specache_fx.capture.graph.simplify import RULES, simplify
+from specache_fx.runtime.ops import SDPA
 
 aten = torch.ops.aten
 X, ROWS, HIDE = torch.zeros(2, 3, 4), torch.zeros(1, 3, 4), torch.zeros(2, 3, dtype=torch.bool)

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
-from specache_fx.capture.attention.normalize_attention import SDPA
 from specache_fx.capture.graph.graph_slices import mutated_inputs
 from specache_fx.capture.graph.graph_utils import placeholders, shape_of, source_of, target_name, value_of
 from specache_fx.capture.graph.trace import TraceError, trace
+from specache_fx.runtime.ops import SDPA
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from specache_fx.capture.analyse import analyse
-from specache_fx.capture.attention.normalize_attention import SDPA
 from specache_fx.capture.graph.graph_utils import placeholders, shape_of, target_name
 from specache_fx.capture.program import Phase, Program
 from specache_fx.config import SpecacheConfig
 from specache_fx.runners.border import as_taken
 from specache_fx.runtime.handle_form import joined
+from specache_fx.runtime.ops import SDPA
 
 CAT = torch.ops.aten.cat.default
 Q, K, PAST = torch.randn(2, 4, 1, 8), torch.randn(2, 1, 2, 8), torch.randn(2, 5, 2, 8)

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from specache_fx.capture.attention import run_form
 from specache_fx.capture.attention.run_form import from_softmax
+from specache_fx.capture.graph.graph_edit import CallsOnce
 from specache_fx.capture.graph.graph_utils import shape_of
-from specache_fx.capture.positions.mask_rows import CallsOnce, UnknownFormError
+from specache_fx.capture.graph.left_alone import UnknownFormError
 from specache_fx.capture.program import AttentionCore, Phase, Program
 
 HERE = Path(__file__).name

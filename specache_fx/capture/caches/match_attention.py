@@ -6,7 +6,7 @@
         -> AttentionSite(core, Side(keys, k, past_keys), Side(values, v, past_values))
 
 A layer with a sliding window, or that attends within chunks, returns `keys[:, :, -window + 1 :]` as its cache instead:
-a site with a `window`. Keys and values may also be computed from what is cached (`capture/attention/expansion.py`:
+a site with a `window`. Keys and values may also be computed from what is cached (`capture/caches/expansion.py`:
 MLA). Where several attentions read the same cache, it is the first one's (`shared` sites).
 
 Decides the graph's phase too: prefill has no past, decode has `q_len == 1` and a past, all else is an extend.
@@ -22,19 +22,10 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from specache_fx.capture.attention.expansion import find_expansion
-from specache_fx.capture.attention.unknown_forms import unknown_forms
-from specache_fx.capture.caches.cache_side import (
-    BREAKS,
-    GROW,
-    LEAVE,
-    LeaveAlone,
-    Side,
-    changed_past,
-    side_of,
-    without_repeat,
-)
+from specache_fx.capture.caches.cache_side import changed_past, side_of, without_repeat
+from specache_fx.capture.caches.expansion import find_expansion
 from specache_fx.capture.caches.reading import Reading, check_between, readings_of
+from specache_fx.capture.caches.unknown_forms import unknown_forms
 from specache_fx.capture.graph.graph_slices import ancestors
 from specache_fx.capture.graph.graph_utils import (
     described,
@@ -47,8 +38,9 @@ from specache_fx.capture.graph.graph_utils import (
     source_of,
     value_of,
 )
+from specache_fx.capture.graph.left_alone import BREAKS, GROW, LEAVE, LeaveAlone
 from specache_fx.capture.positions.find_sources import find_token
-from specache_fx.capture.program import AttentionCore, AttentionSite, Phase, Refusal
+from specache_fx.capture.program import AttentionCore, AttentionSite, Phase, Refusal, Side
 from specache_fx.config import SpecacheConfig
 from specache_fx.runtime.handle import unfit_reason
 

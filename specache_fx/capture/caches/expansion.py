@@ -19,7 +19,6 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_aggregate
 
 from specache_fx.capture.attention.random_numbers import Numbers, exact_products
-from specache_fx.capture.caches.cache_side import LEAVE, LeaveAlone
 from specache_fx.capture.caches.reading import Reading
 from specache_fx.capture.graph.graph_edit import finish
 from specache_fx.capture.graph.graph_slices import ancestors, extract, mutated_inputs
@@ -32,6 +31,7 @@ from specache_fx.capture.graph.graph_utils import (
     target_name,
     value_of,
 )
+from specache_fx.capture.graph.left_alone import LEAVE, LeaveAlone
 from specache_fx.errors import first_line
 from specache_fx.runtime.expansion import Expansion
 

@@ -10,8 +10,7 @@ from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from specache_fx.capture.attention.normalize_attention import SDPA
-from specache_fx.capture.caches.cache_side import BREAKS, LEAVE, is_cache, sdpa_instead
+from specache_fx.capture.caches.cache_side import is_cache
 from specache_fx.capture.graph.graph_slices import ancestors
 from specache_fx.capture.graph.graph_utils import (
     concatenated,
@@ -26,7 +25,9 @@ from specache_fx.capture.graph.graph_utils import (
     source_of,
     target_name,
 )
+from specache_fx.capture.graph.left_alone import BREAKS, LEAVE, sdpa_instead
 from specache_fx.capture.program import Refusal
+from specache_fx.runtime.ops import SDPA
 
 _MOST_OPERATIONS = 4
 CACHE_SO = (
