@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 
 from specache_fx._log import warn_once
 from specache_fx.capture.analyse import analyse, kv_inputs, may_have_cache
-from specache_fx.capture.attention.flex_attention import with_masks_alone
+from specache_fx.capture.attention.flex_attention import masks_alone_as_sdpa
 from specache_fx.capture.caches.buffer_reads import BufferRead, buffer_reads, has_past, writes_tokens
 from specache_fx.capture.caches.fixed_caches import grow
 from specache_fx.capture.caches.unknown_forms import CACHE_SO, reader_of
@@ -138,7 +138,7 @@ class Backend:
             Its runner; None where not all of its attention is rewritten.
         """
         config = config.for_device(device_kind(gm.graph))
-        if buffer_reads(with_masks_alone(gm)):
+        if buffer_reads(masks_alone_as_sdpa(gm)):
             return None
         inputs = [value_of(node) for node in placeholders(gm.graph)]
         program = replace(analyse(gm, config), values=values)
@@ -189,10 +189,9 @@ class _Compile:
         self._observe("dynamo", self._gm, Program(self._config, left_alone=uncompiled))
         try:
             graph = self._functional()
-            plain = with_masks_alone(graph)
-            reads = buffer_reads(plain)
+            reads = buffer_reads(graph)
             self._writes = bool(reads) or writes_tokens(graph)
-            runner = self._with_buffers(plain, reads) if reads else self._with_appends(graph)
+            runner = self._with_buffers(graph, reads) if reads else self._with_appends(graph)
         except LeaveAlone as no:
             return self._leave(no)
         return runner if len(flatten(self._inputs)) == len(self._inputs) else UnwrapSubclasses(runner)
@@ -205,7 +204,7 @@ class _Compile:
         if fake_mode_of(value_of(node) for node in placeholders(self._gm.graph)) is None:
             raise LeaveAlone("It takes no tensors: neither tokens nor a cache.", "")
         try:
-            graph = trace(self._gm)
+            graph = masks_alone_as_sdpa(trace(self._gm))
         except TraceError as error:
             raise LeaveAlone(str(error), "Move that operation out of the compiled module") from error
         self._values = traced(placeholders(graph.graph))

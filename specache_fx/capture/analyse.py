@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch.fx import GraphModule, Node
 
-from specache_fx.capture.attention.flex_attention import as_sdpa, from_flex, is_flex
+from specache_fx.capture.attention.flex_attention import from_flex, is_flex
 from specache_fx.capture.attention.normalize_attention import from_sdpa
 from specache_fx.capture.attention.run_form import from_softmax
 from specache_fx.capture.caches.cache_side import grows
@@ -63,7 +63,6 @@ def analyse(gm: GraphModule, config: SpecacheConfig, positions: Collection[int] 
     inputs = placeholders(gm.graph)
     cores, unknown = attention_cores(gm)
     sites, refusals = match_attention(gm, cores, unknown, config)
-    sites = [replace(site, core=as_sdpa(gm, site.core)) for site in sites]
     program = Program(
         config,
         inputs=tuple(node.name for node in inputs),
@@ -106,7 +105,7 @@ def attention_cores(gm: GraphModule) -> tuple[list[AttentionCore], dict[Node, st
                 cores.append(from_softmax(gm, node, outputs, calls))
         except LeaveAlone as error:
             unknown[node] = error.reason
-    used = ancestors([*own, *(each for core in cores for each in (core.query, core.mask) if each)])
+    used = ancestors([*own, *(each for core in cores for each in (core.query, core.mask, core.sinks) if each)])
     for node in reversed(gm.graph.nodes):
         if node not in used:
             gm.graph.erase_node(node)

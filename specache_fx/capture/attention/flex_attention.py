@@ -1,21 +1,22 @@
 """`flex_attention`, the higher-order operator, in the normal form of an attention.
 
     out = flex_attention(q, k, v, score_mod, (..., mask_mod), scale)[0]
-        -> AttentionCore(out, q, k, v, mask, scale)                         # score_mod changes nothing
+        -> out = SDPA(q, k, v, mask, scale)                                 # score_mod changes nothing
         -> s = score_mod(q @ k^T * scale, b, h, i, j)                       # in float32
            softmax(where(mask, s, -inf)) @ v                                # read and proved: `run_form.py`
 
-`mask` is `mask_mod(b, h, i, j)`. A list of blocks says no more than the `mask_mod` that it was
+Mods are of one place, `b`, `h`, `i`, `j`. `torch.vmap` runs them at all places at once, as torch does where it does not
+compile the operator. So `mask` is `mask_mod(b, h, i, j)`. A list of blocks says no more than the `mask_mod` that it was
 made from. Without a `mask_mod` it says more, and the attention stays.
 
-The operator stays in the graph until its attention is rewritten. With a mask alone it becomes SDPA then, whose prompts
-know rules of masks. With a `score_mod` it stays in prompts: it keeps no scores in memory.
+With a `score_mod` the operator stays in prompts: it keeps no scores in memory. Its meaning is inserted before it, and
+replaces it in decode steps.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,19 +28,13 @@ from torch.fx import GraphModule, Node
 
 from specache_fx.capture.attention.random_numbers import repeated
 from specache_fx.capture.attention.run_form import from_softmax
-from specache_fx.capture.graph.graph_edit import CallsOnce, call, copy_graph, finish
-from specache_fx.capture.graph.graph_slices import constant_of, draws_random_numbers
-from specache_fx.capture.graph.graph_utils import (
-    described,
-    is_pointwise,
-    reads_shape_only,
-    same_sizes,
-    shape_of,
-    value_of,
-)
+from specache_fx.capture.graph.graph_edit import CallsOnce, call, finish
+from specache_fx.capture.graph.graph_slices import constant_of
+from specache_fx.capture.graph.graph_utils import same_sizes, shape_of, unexpanded
 from specache_fx.capture.graph.left_alone import LeaveAlone
-from specache_fx.capture.graph.trace import inline
+from specache_fx.capture.graph.trace import inline_once
 from specache_fx.capture.program import AttentionCore
+from specache_fx.errors import first_line
 from specache_fx.runtime.ops import SDPA
 
 _aten = torch.ops.aten
@@ -49,6 +44,22 @@ _NO_BLOCKS = 1 << 30  # the block size of a mask that nobody gave
 def is_flex(node: Node) -> bool:
     """Whether a node is the operator."""
     return node.target is FLEX
+
+
+def masks_alone_as_sdpa(gm: GraphModule) -> GraphModule:
+    """Make SDPA of flex attentions that only mask, in place; others stay."""
+    calls = CallsOnce()
+    for flex in [node for node in gm.graph.nodes if is_flex(node) and not _changes_scores(gm, node)]:
+        try:
+            out, mask, scale = _parts(gm, flex, calls)
+        except LeaveAlone:
+            continue
+        with gm.graph.inserting_before(flex):
+            args = (*flex.args[:3], mask, 0.0, False, scale, True)
+            out.replace_all_uses_with(call(gm.graph, SDPA, args, flex))
+        for node in (*flex.users, flex):
+            gm.graph.erase_node(node)
+    return finish(gm)
 
 
 def from_flex(gm: GraphModule, flex: Node, outputs: set[Node], calls: CallsOnce) -> AttentionCore:
@@ -61,169 +72,79 @@ def from_flex(gm: GraphModule, flex: Node, outputs: set[Node], calls: CallsOnce)
         calls: See `from_softmax`.
 
     Raises:
-        UnknownFormError: If its `score_mod` has no normal form.
-        LeaveAlone: If its mods can't be followed.
+        LeaveAlone: If its mods can't be followed, or its `score_mod` has no normal form.
     """
-    given: Any = flex.args
-    query, key, value, score_mod, _, scale, _, score_reads, _ = given
+    out, mask, scale = _parts(gm, flex, calls)
+    query, key, value, score_mod, *_, score_reads, _ = flex.args
+    spelt = partial(_spelt_out, score_mod=_graph(gm, score_mod), scale=scale)
+    node = _inserted(calls, spelt, (query, key, value, mask, *score_reads), flex)  # type: ignore[misc]
+    while node.target is not _aten._softmax.default:
+        node = node.all_input_nodes[0]
+    core = from_softmax(gm, node, outputs, calls)
+    return replace(core, node=out, key=key, value=value, inner=frozenset({flex, out}))
+
+
+def _parts(gm: GraphModule, flex: Node, calls: CallsOnce) -> tuple[Node, Node | None, float]:
+    """Output, mask and scale. The mask, up to `[batch, num_heads, q_len, kv_len]`, is inserted before the operator."""
+    args: Any = flex.args
+    query, key, _, _, blocks, scale, _, _, mask_reads = args
     if any(user.args[1] != 0 and user.users for user in flex.users):
         raise LeaveAlone("its log-sum-exp or its largest scores are read")
     if not same_sizes((shape_of(query) or ())[:1], (shape_of(key) or ())[:1]):
         raise LeaveAlone("its queries and its keys are of other batches")
     if (scale := constant_of(gm, scale)) is None:
         raise LeaveAlone("its scale is computed in the graph")
-    mods = Mods(gm, flex, calls)
-    mask = _mask(mods, flex)
     out = next(user for user in flex.users if user.target is operator.getitem and user.args[1] == 0)
-    inner = frozenset({flex, out})
-    if not _changes_scores(gm, flex):
-        return AttentionCore(out, query, key, value, mask, scale, inner=inner)
-    with gm.graph.inserting_before(flex):
-        scores = inline(gm.graph, partial(_scores, scale=scale), (query, key), flex)
-    scores = mods.run(score_mod, score_reads, [scores])
-    with gm.graph.inserting_before(flex):
-        softmax = inline(gm.graph, _weighted_values, (scores, mask, value), flex)
-    while softmax.target is not _aten._softmax.default:
-        softmax = softmax.all_input_nodes[0]
-    core = from_softmax(gm, softmax, outputs, calls)
-    return replace(core, node=out, key=key, value=value, inner=inner)
+    mask_mod, mask = _graph(gm, blocks[-1]), None
+    if _result(mask_mod).target is not _aten.new_ones.default:
+        mask = _inserted(calls, partial(_mask, mask_mod=mask_mod), (query, key, *mask_reads), flex)
+    elif blocks[-2] != _NO_BLOCKS:
+        raise LeaveAlone("its block mask has no mask_mod, so that blocks alone say which keys are hidden")
+    return out, unexpanded(mask), scale
+
+
+def _graph(gm: GraphModule, mod: Any) -> GraphModule:
+    return getattr(gm, mod.target)  # type: ignore[no-any-return]
+
+
+def _result(mod: GraphModule) -> Node:
+    return mod.graph.output_node().all_input_nodes[0]
 
 
 def _changes_scores(gm: GraphModule, flex: Node) -> bool:
     """Whether its `score_mod` returns more than the score as it came."""
-    score_mod: Any = flex.args[3]
-    graph = getattr(gm, score_mod.target).graph
-    return graph.output_node().args[0] is not next(iter(graph.nodes))
+    score_mod = _graph(gm, flex.args[3])
+    return _result(score_mod) is not next(iter(score_mod.graph.nodes))
 
 
-def as_sdpa(gm: GraphModule, core: AttentionCore) -> AttentionCore:
-    """An attention of `from_flex` with a mask alone by SDPA, in place; others as they are."""
-    flex: Any = core.node.args[0] if core.node.target is operator.getitem else core.node
-    if flex.target is not FLEX or _changes_scores(gm, flex):
-        return core
-    args = (core.query, core.key, core.value, core.mask, 0.0, False, core.scale, True)
-    with gm.graph.inserting_before(flex):
-        out = call(gm.graph, SDPA, args, flex)
-    core.node.replace_all_uses_with(out)
-    for user in list(flex.users):
-        gm.graph.erase_node(user)
-    gm.graph.erase_node(flex)
-    return replace(core, node=out, inner=frozenset({out}))
-
-
-def with_masks_alone(gm: GraphModule) -> GraphModule:
-    """A copy whose flex attentions are SDPA; the graph itself where it has none, or one that is more than that."""
-    flexes = [node for node in gm.graph.nodes if is_flex(node)]
-    if not flexes or any(_changes_scores(gm, node) for node in flexes):
-        return gm
-    copied, calls = copy_graph(gm), CallsOnce()
+def _inserted(calls: CallsOnce, function: Callable[..., Any], operands: tuple[Any, ...], flex: Node) -> Node:
     try:
-        for node in [node for node in copied.graph.nodes if is_flex(node)]:
-            as_sdpa(copied, from_flex(copied, node, set(), calls))
-    except LeaveAlone:
-        return gm
-    return finish(copied)
+        return inline_once(calls, function, operands, flex)
+    except Exception as error:  # of any operator of a mod
+        raise LeaveAlone(f"its mods can't be run at all places at once ({first_line(error)})") from error
 
 
-def _scores(query: Tensor, key: Tensor, *, scale: float) -> Tensor:
-    """Scores in float32 at least, as the operator has them: `[batch, num_heads, q_len, kv_len]`."""
+def _at_all_places(mod: Callable[..., Any], query: Tensor, key: Tensor, scores: Any, reads: Any) -> Tensor:
+    """What a mod returns at each place, `[batch, num_heads, q_len, kv_len]`."""
+    sizes = (*query.shape[:3], key.shape[2])
+    for dim in reversed(range(4)):
+        places = (0 if each == dim else None for each in range(4))
+        mod = torch.vmap(mod, in_dims=(*[0] * len(scores), *places, *[None] * len(reads)))
+    out: Tensor = mod(*scores, *(torch.arange(size, device=query.device) for size in sizes), *reads)
+    return out
+
+
+def _mask(query: Tensor, key: Tensor, *reads: Any, mask_mod: GraphModule) -> Tensor:
+    return _at_all_places(mask_mod, query, key, (), reads)
+
+
+def _spelt_out(
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, *reads: Any, score_mod: GraphModule, scale: float
+) -> Tensor:
+    """Scores are in float32 at least, as the operator has them."""
     wide = torch.promote_types(query.dtype, torch.float32)
-    key = repeated(key, query.shape[1])
-    return (query.to(wide) @ key.to(wide).transpose(-1, -2)) * scale
-
-
-def _weighted_values(scores: Tensor, mask: Tensor | None, value: Tensor) -> Tensor:
-    if mask is not None:
-        scores = torch.where(mask, scores, -torch.inf)
-    return scores.softmax(-1).to(value.dtype) @ repeated(value, scores.shape[1])
-
-
-def _mask(mods: Mods, flex: Node) -> Node | None:
-    """The mask, `[batch or 1, 1, q_len or 1, kv_len or 1]`; None where nothing is hidden."""
-    blocks: Any = flex.args[4]
-    mask = mods.run(blocks[-1], flex.args[8])  # type: ignore[arg-type]
-    shape = shape_of(mask) or ()
-    if mask.target is _aten.new_ones.default:
-        if blocks[-2] != _NO_BLOCKS:
-            raise LeaveAlone("its block mask has no mask_mod, so that blocks alone say which keys are hidden")
-        return None
-    if not shape:
-        return mods.call(_aten.reshape.default, mask, [1, 1, 1, 1])
-    if not same_sizes(shape[1:2], (1,)):
-        raise LeaveAlone("its mask_mod hides other keys from head to head")
-    return mask
-
-
-class Mods:
-    """Computes the mods of one attention before it, for all places of its scores at once.
-
-    Their graphs are of one place, `b`, `h`, `i`, `j` without dimensions. Here these are indices that broadcast, from
-    `[batch, 1, 1, 1]` to `[1, 1, 1, kv_len]`. What reads them has to be pointwise, or to take one number of a tensor.
-
-    Args:
-        gm: The graph.
-        flex: The attention.
-        calls: Calls that others have made already.
-    """
-
-    def __init__(self, gm: GraphModule, flex: Node, calls: CallsOnce) -> None:
-        self._gm, self._flex, self._calls = gm, flex, calls
-        given: Any = flex.args
-        query, key, *_ = given
-        sizes = [calls.size(flex, side, dim) for side, dim in ((query, 0), (query, 1), (query, 2), (key, 2))]
-        device = value_of(query).device
-        self._places = []
-        for dim, size in enumerate(sizes):
-            index = self.call(_aten.arange.default, size, dtype=torch.int64, device=device)
-            shape = [-1 if each == dim else 1 for each in range(4)]
-            self._places.append(self.call(_aten.reshape.default, index, shape))
-
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        """The result of a call before the attention."""
-        return self._calls.call(self._flex, target, *args, **kwargs)
-
-    def run(self, mod: Any, reads: Sequence[Any], scores: Sequence[Node] = ()) -> Node:
-        """The result of a mod.
-
-        Args:
-            mod: Its graph.
-            reads: What it captures.
-            scores: Its first argument, where it has that.
-
-        Raises:
-            LeaveAlone: If an operator in it is of one place alone.
-        """
-        varied = {*scores, *self._places}
-        arguments = iter([*scores, *self._places, *reads])
-        values: dict[Node, Any] = {}
-        graph = getattr(self._gm, mod.target).graph
-        for node in graph.nodes:
-            if node.op == "placeholder":
-                values[node] = next(arguments)
-            elif node.op == "call_function":
-                read = (values[each] for each in node.all_input_nodes)
-                varies = not reads_shape_only(node) and not varied.isdisjoint(read)
-                if draws_random_numbers(node) or (varies and not _is_one_by_one(node)):
-                    raise LeaveAlone(f"{described(node)} is neither pointwise nor one number of a tensor")
-                args = torch.fx.node.map_arg(node.args, values.__getitem__)
-                values[node] = self.call(node.target, *args, **node.kwargs)
-                if varies:
-                    varied.add(values[node])
-            elif node.op != "output":
-                raise LeaveAlone(f"`{node.name}` is a constant of its own")
-        (result,) = graph.output_node().args
-        if result not in values:
-            raise LeaveAlone("its mod returns no tensor")
-        return values[result]
-
-
-def _is_one_by_one(node: Node) -> bool:
-    """Whether an operator gives the same for each place, however many there are."""
-    target: Any = node.target
-    if shape_of(node) != ():
-        return False
-    if target is not _aten.index.Tensor:
-        return is_pointwise(node)
-    args: Any = node.args
-    source, indices = args
-    return len(shape_of(source) or ()) == len(indices) and all(shape_of(index) == () for index in indices)
+    every = repeated(key, query.shape[1]).to(wide)
+    scores = (query.to(wide) @ every.transpose(-1, -2)) * scale
+    scores = _at_all_places(score_mod, query, key, (scores,), reads)
+    scores = scores if mask is None else torch.where(mask, scores, -torch.inf)
+    return scores.softmax(-1).to(value.dtype) @ repeated(value, query.shape[1])

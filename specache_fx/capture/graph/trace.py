@@ -36,11 +36,12 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
+from torch.fx.node import map_arg
 from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 
 from specache_fx.capture.graph.dynamo_graph import prepared
-from specache_fx.capture.graph.graph_edit import fake_mode_of, finish, make_module, origin_of
+from specache_fx.capture.graph.graph_edit import CallsOnce, fake_mode_of, finish, make_module, origin_of
 from specache_fx.capture.graph.graph_slices import eliminate_dead_code, writes_in_place
 from specache_fx.capture.graph.graph_utils import (
     STATIC,
@@ -54,7 +55,6 @@ from specache_fx.capture.graph.segments import CannotCut, Joined, Segment, cut
 from specache_fx.capture.graph.simplify import simplify
 from specache_fx.capture.graph.subclasses import flatten, unflatten
 from specache_fx.errors import first_line
-from specache_fx.runtime import ops  # noqa: F401  (registers torch.ops.specache)
 from specache_fx.runtime.handle_form import is_laid_out
 from specache_fx.runtime.ops import SDPA
 
@@ -163,6 +163,35 @@ def inline(graph: Graph, function: Callable[..., Any], operands: Sequence[Any], 
         operands: Its arguments: nodes and constants.
         origin: The node that this stands for, see `call`.
     """
+    traced, copied = _graph_of(function, operands)
+    result: Any = graph.graph_copy(traced, copied)
+    for old, new in copied.items():
+        if old.op == "call_function":
+            new.meta = {"val": value_of(old)} | origin_of(origin)
+    return result
+
+
+def inline_once(
+    calls: CallsOnce, function: Callable[..., Any], operands: Sequence[Any], origin: Node
+) -> Node:
+    """Insert what a function of tensors computes before `origin`, calls that `calls` has made already left out."""
+    traced, copied = _graph_of(function, operands)
+    for node in traced.nodes:
+        if node.op != "call_function":
+            continue
+        args, kwargs = map_arg((node.args, node.kwargs), copied.__getitem__)
+        if node.target is aten.sym_size.int:
+            copied[node] = calls.size(origin, *args)
+        elif node.target is aten._to_copy.default and not node.all_input_nodes:  # of a number, by vmap
+            copied[node] = args[0]
+        else:
+            copied[node] = calls.call(origin, node.target, *args, **kwargs)
+    (result,) = traced.output_node().args
+    return copied[result]  # type: ignore[index]
+
+
+def _graph_of(function: Callable[..., Any], operands: Sequence[Any]) -> tuple[Graph, dict[Node, Any]]:
+    """The functional graph of a function, and the operands that its placeholders stand for."""
     nodes = [each for each in operands if isinstance(each, Node)]
 
     def of_nodes(*values: Any) -> Any:
@@ -172,12 +201,7 @@ def inline(graph: Graph, function: Callable[..., Any], operands: Sequence[Any], 
     traced = _functional_graph(of_nodes, [value_of(node) for node in nodes])
     simplify(traced.graph)
     eliminate_dead_code(traced.graph)
-    copied = dict(zip(placeholders(traced.graph), nodes, strict=True))
-    result: Any = graph.graph_copy(traced.graph, copied)
-    for old, new in copied.items():
-        if old.op == "call_function":
-            new.meta = {"val": value_of(old)} | origin_of(origin)
-    return result
+    return traced.graph, dict(zip(placeholders(traced.graph), nodes, strict=True))
 
 
 class _Named(Interpreter):
