@@ -17,7 +17,7 @@ Past and present KV become handles. The operators that move the pairs depend on 
 
 Storing right after each attention keeps one layer's 16-bit pairs alive at a time. In decode nothing reads
 the masks any more, so they and all that knew `kv_len` die here. `specache_fx/runners/step_masks.py` applies masks
-beyond padding at run time; for windows `window_masks.py` does.
+beyond padding at run time.
 
 Latent attention (MLA): the marker gets the new token's latent and the width of its output.
 

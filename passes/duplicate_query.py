@@ -45,9 +45,9 @@ _MARKER = torch.ops.specache.attention.default
 
 def lane_inputs(gm: GraphModule, program: Program) -> list[bool]:
     """The graph's inputs that differ from lane to lane: the token ids and the prelude tensors."""
-    token = None if program.decoding is None else program.decoding.sources.token
     return [
-        "specache_prelude" in node.meta or (token is not None and node.meta.get("specache_input") == token)
+        "specache_prelude" in node.meta
+        or (program.token is not None and node.meta.get("specache_input") == program.token)
         for node in placeholders(gm.graph)
     ]
 

@@ -2,7 +2,7 @@
 
     cos = f(position_ids); out = g(token, cos)   ->   out = g(token, specache_prelude_0)
 
-`capture/positions/find_prelude.py` has cut it out: `Program.decoding.cut`. Runs after `bind_cache`, on decode graphs.
+`capture/positions/find_prelude.py` has cut it out (`Decoding.prelude`). Runs after `bind_cache`, on decode graphs.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ def split_prelude(gm: GraphModule, program: Program) -> None:
     graph, inputs = gm.graph, placeholders(gm.graph)
     if program.decoding is None or any("specache_prelude" in node.meta for node in inputs):
         return
-    cut = program.decoding.cut
-    for i, node in enumerate(cut.boundary):
+    for i, node in enumerate(program.decoding.boundary):
         with graph.inserting_after(inputs[-1]):
             entry = graph.placeholder(f"specache_prelude_{i}")
         entry.meta = {k: v for k, v in node.meta.items() if k in ("val", "stack_trace")}
         entry.meta["specache_prelude"] = i
         node.replace_all_uses_with(entry)
         inputs.append(entry)
-    for node in reversed(cut.asserts):
+    for node in reversed(program.decoding.asserts):
         graph.erase_node(node)
     eliminate_dead_code(graph)
     for node in placeholders(graph):

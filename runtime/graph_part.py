@@ -19,5 +19,10 @@ class Part(NamedTuple):
 
     def __call__(self, args: Sequence[Any], *more: Any) -> tuple[Any, ...]:
         """The results in a call of Dynamo's `args`; `more` are inputs of the graph's own, the first ones."""
-        results: tuple[Any, ...] = self.graph(*more, *(args[i] for i in self.inputs))
+        return self.of(*more, *(args[i] for i in self.inputs))
+
+    def of(self, *values: Any) -> tuple[Any, ...]:
+        """The results of the inputs."""
+        # Not a call of the module, which prints its code where it raises.
+        results: tuple[Any, ...] = getattr(self.graph, "forward", self.graph)(*values)
         return results

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -28,15 +29,16 @@ from specache_fx.capture.graph.graph_utils import (
     is_static_input,
     placeholders,
     reads_shape_only,
+    same_sizes,
     shape_of,
     value_of,
     weight_name,
 )
 from specache_fx.capture.graph.left_alone import LeaveAlone
 from specache_fx.capture.positions.find_prelude import find_prelude
-from specache_fx.capture.positions.find_sources import find_sources, find_token, fixed_sizes, kv_lens
+from specache_fx.capture.positions.find_sources import Token, find_sources, find_token, fixed_sizes, kv_lens
 from specache_fx.capture.positions.lanes import drawn_in, effect_of, single_lane
-from specache_fx.capture.positions.mask_graphs import find_prompt_masks, find_window_masks, with_masks
+from specache_fx.capture.positions.mask_graphs import find_masks, find_prompt_masks
 from specache_fx.capture.positions.newest_tokens import NEWEST_OF, newest_tokens
 from specache_fx.capture.positions.outputs import find_logits, plan_outputs
 from specache_fx.capture.program import AttentionCore, AttentionSite, Decoding, Phase, Program, Refusal
@@ -62,7 +64,8 @@ def analyse(gm: GraphModule, config: SpecacheConfig, positions: Collection[int] 
     input_forms, output_forms = heads_first(gm)
     inputs = placeholders(gm.graph)
     cores, unknown = attention_cores(gm)
-    sites, refusals = match_attention(gm, cores, unknown, config)
+    token = find_token(gm.graph)
+    sites, refusals = match_attention(gm, cores, unknown, config, token)
     program = Program(
         config,
         inputs=tuple(node.name for node in inputs),
@@ -74,7 +77,7 @@ def analyse(gm: GraphModule, config: SpecacheConfig, positions: Collection[int] 
         refusals=tuple(refusals),
     )
     if sites:
-        program = _with_attention(gm, program, sites, positions)
+        program = _with_attention(gm, program, sites, positions, token)
     if program.phase is Phase.DECODE:
         fixed = {i: 1 for i, _ in newest if isinstance((shape_of(inputs[i]) or ())[1], int)}
         program = replace(program, fixed_sizes=program.fixed_sizes | fixed)
@@ -105,7 +108,9 @@ def attention_cores(gm: GraphModule) -> tuple[list[AttentionCore], dict[Node, st
                 cores.append(from_softmax(gm, node, outputs, calls))
         except LeaveAlone as error:
             unknown[node] = error.reason
-    used = ancestors([*own, *(each for core in cores for each in (core.query, core.mask, core.sinks) if each)])
+    used = ancestors(
+        [*own, *(each for core in cores for each in (core.query, core.mask, core.sinks) if each)]
+    )
     for node in reversed(gm.graph.nodes):
         if node not in used:
             gm.graph.erase_node(node)
@@ -115,7 +120,11 @@ def attention_cores(gm: GraphModule) -> tuple[list[AttentionCore], dict[Node, st
 
 
 def _with_attention(
-    gm: GraphModule, program: Program, sites: Sequence[AttentionSite], positions: Collection[int]
+    gm: GraphModule,
+    program: Program,
+    sites: Sequence[AttentionSite],
+    positions: Collection[int],
+    token: Token,
 ) -> Program:
     inputs = placeholders(gm.graph)
     past = tuple(
@@ -126,20 +135,26 @@ def _with_attention(
         if side is not None
     )
     phase = phase_of(sites)
+    ids: Any = token.node
+    if phase is Phase.PREFILL and ids is not None:  # a prompt's tokens are all of them
+        ids = ids.meta.get(NEWEST_OF, ids)
+    if phase is Phase.DECODE and ids is not None and not same_sizes((shape_of(ids) or (1,))[-1:], (1,)):
+        ids = None
     sources: Sources | None = None
     if phase is Phase.DECODE:
-        sources = find_sources(gm, sites, past, positions)
-        fixed = fixed_sizes(inputs, past, program.input_forms, sources)
+        sources = find_sources(gm, sites, past, positions, token.node)
+        fixed = fixed_sizes(inputs, past, program.input_forms, sources, ids)
         program = replace(program, fixed_sizes=fixed, kv_lens=kv_lens(inputs, past, sources))
     try:
         plan, kept = plan_outputs(gm, sites, sources)
-        decoding = None if sources is None else _decoding(gm, sites, past, sources, kept)
+        decoding = (
+            None
+            if sources is None
+            else _decoding(gm, past, sites, sources, kept, Token(ids, token.vocabulary))
+        )
     except LeaveAlone as no:
         refused = (Refusal(site.core.node.name, site.source, str(no), no.remedy) for site in sites)
         return replace(program, refusals=(*program.refusals, *refused))
-    token, _ = find_token(gm.graph)
-    if token is not None and phase is Phase.PREFILL:  # a prompt's tokens are all of them
-        token = token.meta.get(NEWEST_OF, token)
     masks, rules = find_prompt_masks(gm, sites) if decoding is None else ((), {})
     return replace(
         program,
@@ -147,7 +162,7 @@ def _with_attention(
         sites=tuple(sites),
         past_inputs=past,
         other_kv_inputs=tuple(i for i in program.other_kv_inputs if i not in past),
-        token=None if token is None else inputs.index(token),
+        token=None if ids is None else inputs.index(ids),
         outputs=plan,
         prompt_masks=masks,
         rules=rules,
@@ -157,23 +172,28 @@ def _with_attention(
 
 def _decoding(
     gm: GraphModule,
-    sites: Sequence[AttentionSite],
     past: Sequence[int],
+    sites: Sequence[AttentionSite],
     sources: Sources,
     kept: Sequence[Node],
+    token: Token,
 ) -> Decoding:
-    sources = with_masks(gm, sources, sites)
-    logits = find_logits(kept, sources.vocabulary)
+    masks = find_masks(gm, sources, sites, of_windows=False)
+    logits = find_logits(kept, token.vocabulary)
     # A cache that stays in the graph has a length of its own in each step anyhow.
     kept_cache = next((node.name for node in kept if grows(node)), None)
-    cut = find_prelude(gm, sites, kept, sources, lengths_are_static=kept_cache is None)
+    static = kept_cache is None
+    prelude, boundary, asserts = find_prelude(gm, sites, kept, sources, lengths_are_static=static)
     return Decoding(
         sources=sources,
-        window_masks=find_window_masks(gm, sources, sites),
-        cut=cut,
+        masks=masks,
+        window_masks=find_masks(gm, sources, sites, of_windows=True),
+        prelude=prelude,
+        boundary=boundary,
+        asserts=asserts,
         logits=logits,
-        single_lane=single_lane(gm.graph, kept, past, sources.token, logits, kept_cache, cut),
-        is_pure=effect_of(gm.graph, cut.asserts) is None and drawn_in(gm.graph) is None,
+        single_lane=single_lane(gm.graph, kept, past, token.node, logits, kept_cache, asserts),
+        is_pure=effect_of(gm.graph, asserts) is None and drawn_in(gm.graph) is None,
     )
 
 

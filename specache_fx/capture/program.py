@@ -14,8 +14,7 @@ from torch.fx import Node
 from specache_fx.config import SpecacheConfig
 from specache_fx.runtime.expansion import Expansion
 from specache_fx.runtime.graph_part import Part
-from specache_fx.runtime.sources import Prelude, Sources
-from specache_fx.runtime.window_masks import WindowMasks
+from specache_fx.runtime.sources import PositionalPart, Sources
 
 
 class Phase(Enum):
@@ -168,30 +167,15 @@ class OutputPlan:
         kept: Output indices that the rewritten graph still computes, in its order.
         lengths: Output indices that are integers, or tensors that grow with the context and are computed from
             positions alone: computed apart from the decode graph.
-        length_part: Computes them; None where there are none.
+        length_part: Computes them.
         constants: Output indices that are plain values.
     """
 
     handles: dict[int, int]
     kept: tuple[int, ...]
     lengths: tuple[int, ...]
-    length_part: Part | None
+    length_part: Part
     constants: dict[int, object]
-
-
-@dataclass(frozen=True)
-class Cut:
-    """The part of a decode graph that positions and lengths determine.
-
-    Attributes:
-        prelude: Computes what the rest of the graph reads of it; None where it reads nothing.
-        boundary: The nodes that it computes.
-        asserts: Assertions that no data goes into, which the prelude makes for the output token alone.
-    """
-
-    prelude: Prelude | None
-    boundary: tuple[Node, ...]
-    asserts: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
@@ -199,9 +183,12 @@ class Decoding:
     """Findings on a decode graph alone.
 
     Attributes:
-        sources: Token, lengths, positions and masks among the inputs.
-        window_masks: The masks of attentions over a window; None where no layer keeps one.
-        cut: What depends on positions and lengths alone.
+        sources: Lengths, positions and masks among the inputs.
+        masks: The newest query's rows of the masks of attentions to all tokens.
+        window_masks: Those of attentions over a window.
+        prelude: Computes what the rest of the graph reads of positions and lengths.
+        boundary: The nodes that it computes.
+        asserts: Assertions that no data goes into, which the prelude makes for the output token alone.
         logits: Position of the logits among the kept outputs; None where there are none.
         single_lane: Why it computes one token at a time; None where it can compute two.
         fixed_lengths: Lengths of the cache that a constant of the graph equals. It may be a count of tokens: lane 1 may
@@ -210,8 +197,11 @@ class Decoding:
     """
 
     sources: Sources
-    window_masks: WindowMasks | None
-    cut: Cut
+    masks: PositionalPart
+    window_masks: PositionalPart
+    prelude: PositionalPart
+    boundary: tuple[Node, ...]
+    asserts: tuple[Node, ...]
     logits: int | None
     single_lane: str | None
     is_pure: bool
@@ -242,7 +232,8 @@ class Program:
         fixed_sizes: Position to dimension of inputs that grow with the context, where Dynamo took the size for a
             constant (decode).
         kv_lens: Tokens of the past KV inputs that grow, in the call that is traced (decode).
-        token: Position of the token ids among Dynamo's inputs; None where there are none.
+        token: Position of the token ids among Dynamo's inputs: of a decode graph `[batch, 1]`; None where there are
+            none.
         outputs: How Dynamo's outputs are made; None where nothing is rewritten.
         prompt_masks: The masks that are tested before they are made (prefill and extend).
         rules: Output of an attention to the place of its mask in `prompt_masks`.

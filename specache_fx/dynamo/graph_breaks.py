@@ -169,7 +169,7 @@ def _callers() -> Iterator[_Uncompiled]:
 
 def named(program: Program, piece: Around) -> Program:
     """The findings on a graph, with the break that its refusals suspect, and the one that leaves it one lane."""
-    program = replace(program, decoding=_named_lane(program.decoding, piece))
+    program = replace(program, decoding=_named_lane(program, piece))
     if piece.found is None:
         return program
     remedy = f"{piece.found}. {piece.found.remedy}"
@@ -179,12 +179,12 @@ def named(program: Program, piece: Around) -> Program:
     return replace(program, refusals=refusals)
 
 
-def _named_lane(decoding: Decoding | None, piece: Around) -> Decoding | None:
+def _named_lane(program: Program, piece: Around) -> Decoding | None:
     """The findings on a step, with a break as the first reason for one lane, where it lacks tokens or logits."""
-    found = piece.found or piece.caller
+    decoding, found = program.decoding, piece.found or piece.caller
     if decoding is None or decoding.single_lane is None or found is None:
         return decoding
-    if decoding.sources.token is None:
+    if program.token is None:
         lacks, needs = "takes no token ids", "have the whole take token ids"
     elif decoding.logits is None:
         lacks, needs = "returns no logits", "have the whole return logits"

@@ -66,9 +66,8 @@ def assemble(
         outputs[i] = handles[slot]
     for i, value in plan.constants.items():
         outputs[i] = value
-    if plan.length_part is not None:
-        for i, value in zip(plan.lengths, plan.length_part(args), strict=True):
-            outputs[i] = value
+    for i, value in zip(plan.lengths, plan.length_part(args), strict=True):
+        outputs[i] = value
     return tuple(outputs)
 
 
@@ -306,7 +305,7 @@ def _take_over(
     note_graph(session, program, args)
     try:
         if program.decoding is not None:
-            masks = program.decoding.sources.masks_at(args, 0)
+            masks = program.decoding.masks.now(args)
             for i, mask in enumerate(masks):
                 take = session.key_mask.widen if i else session.key_mask.read
                 take(mask[..., :-1], past[0].shape[0])

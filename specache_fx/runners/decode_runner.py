@@ -18,8 +18,8 @@ from specache_fx.passes.fuse_layer_steps import is_whole, whole_layers
 from specache_fx.passes.pipeline import Observer, build_decode_graph
 from specache_fx.report.progress import announced
 from specache_fx.runners.base import GoesOn, compiling, note_graph
-from specache_fx.runners.graph_inputs import GraphInputs
-from specache_fx.runners.step_masks import StepMasks, read_masks, step_biases, step_sees
+from specache_fx.runners.graph_inputs import GraphInputs, WindowMasks
+from specache_fx.runners.step_masks import StepMasks, read_masks, read_windows
 from specache_fx.runtime import openmp_spins
 from specache_fx.runtime.decode_step import DecodeStep
 from specache_fx.runtime.device_steps import DeviceSteps
@@ -100,13 +100,20 @@ class Decode(GoesOn):
         if not self._is_noted(session, args):
             note_graph(session, self._program, args)
         session.metrics.begin_step()
-        token = None if self._sources.token is None else args[self._sources.token]
+        token = self._token(args)
         session.remember(None if token is None else token.reshape(-1, 1))
         kept, goes_on = self._decode(session, args)
         session.advance(1, decoded=True)
         if self.lanes > 1 and not goes_on:
             session.forget_lookahead()
         return kept
+
+    def _token(self, args: Sequence[Any]) -> torch.Tensor | None:
+        """The output token's ids, `[batch, 1]`."""
+        return None if self._program.token is None else args[self._program.token]
+
+    def _windows(self, session: Session, args: Sequence[Any], lanes: int, ahead: int) -> WindowMasks:
+        return read_windows(session, self._decoding.window_masks, args, lanes, ahead)
 
     def _is_noted(self, session: Session, args: Sequence[Any]) -> bool:
         """Whether the session has gone through this graph with this model: one weight tells, all take too long."""
@@ -142,10 +149,11 @@ class Decode(GoesOn):
 
     def _is_right(self, session: Session, args: Sequence[Any], masks: StepMasks, answer: NextAnswer) -> bool:
         """Whether the step before has computed this call's outputs: its token was guessed, and nothing differs."""
-        assert self._sources.token is not None and session.guessed_token is not None
-        if bool((args[self._sources.token] != session.guessed_token).any()):
+        token = self._token(args)
+        assert token is not None and session.guessed_token is not None
+        if bool((token != session.guessed_token).any()) or not masks.hides_padding:
             return False
-        return self._hides_padding(session, masks) and answer.answers(self._inputs.of_call(session, args))
+        return answer.answers(self._inputs.of_call(args, self._windows(session, args, 1, 0)))
 
     def _accept(self, session: Session, answer: NextAnswer) -> list[Any]:
         """Count lane 1's pairs, and return its outputs."""
@@ -157,11 +165,6 @@ class Decode(GoesOn):
         session.speculative_token = self._best(answer.results, session.guessed_token)
         session.guessed_token = None
         return [result.clone() for result in answer.results]
-
-    @staticmethod
-    def _hides_padding(session: Session, masks: StepMasks) -> bool:
-        """Whether the model's masks hide the padding, and nothing is added to scores: lane 1 sees that too."""
-        return not session.masks_move and all(bias is None for bias in masks.biases)
 
     @staticmethod
     def _warn_of_no_answers(reason: str) -> None:
@@ -203,9 +206,9 @@ class Decode(GoesOn):
 
         A batch row's result depends on no other row. Returns `DecodeStep.shares`.
         """
-        if self._sources.token is None or session.speculative_token is None:
+        token = self._token(args)
+        if token is None or session.speculative_token is None:
             return None
-        token = args[self._sources.token]
         if session.guessed_token is None:  # behind an accepted step: no lane ran for this token
             missed = torch.ones_like(token, dtype=torch.bool)
         else:
@@ -246,16 +249,16 @@ class Decode(GoesOn):
             missed: See `DecodeStep`.
             shares: See `DecodeStep`.
         """
-        token = None if self._sources.token is None else args[self._sources.token]
+        token = self._token(args)
         speculative = session.speculative_token if ahead else token
         lanes = self.lanes
         inputs = self._inputs.bind(args, speculative, lanes, ahead)
         made = self._graph_of(inputs, session, lanes)
         if made is None:
             return self._step(session, args, masks, ahead, missed, shares)
-        windows = self._inputs.window_masks(session, args, lanes, ahead)
+        windows = self._windows(session, args, lanes, ahead)
         writes_next = self._accepts and bool(ahead) and not self._fills_group(session)
-        if writes_next and not self._hides_padding(session, masks):
+        if writes_next and not masks.hides_padding:
             writes_next = False
             self._warn_of_no_answers("a mask hides more than the padding, or adds to the scores")
         step = DecodeStep(
@@ -265,8 +268,8 @@ class Decode(GoesOn):
             whole=made.whole,
             missed=missed,
             shares=shares,
-            biases=step_biases(session, self._sources, args, masks.biases, lanes, ahead),
-            seen=step_sees(session, self._sources, masks, lanes, ahead),
+            biases=masks.biases_of(lanes, ahead),
+            seen=masks.seen_by(lanes, ahead),
             window_masks=windows,
             writes_next=writes_next,
             expansions={

@@ -12,9 +12,8 @@ from specache_fx.capture.graph.graph_utils import is_static_input, placeholders,
 from specache_fx.capture.program import Program
 from specache_fx.runtime.masks import WindowMask
 from specache_fx.runtime.next_answer import LaneCall
-from specache_fx.runtime.session import Session
 
-WindowMasks = dict[int, tuple[WindowMask | None, ...]]
+WindowMasks = dict[int, tuple[WindowMask | None, ...]]  # `DecodeStep.window_masks`
 
 
 class GraphInputs:
@@ -30,7 +29,7 @@ class GraphInputs:
 
     def __init__(self, gm: GraphModule, program: Program) -> None:
         assert program.decoding is not None
-        self._decoding, self._token = program.decoding, program.decoding.sources.token
+        self._prelude = program.decoding.prelude
         self._expansions = [site.expansion for site in program.sites if site.expansion is not None]
         given = placeholders(gm.graph)
         # Each input's place among Dynamo's. Results of the prelude have none: `_cuts` says which each of them is.
@@ -41,7 +40,7 @@ class GraphInputs:
             if "specache_prelude" in node.meta
         ]
         cut = [i for i, _ in self._cuts]
-        self._tokens = [i for i, index in enumerate(self._origins) if index == self._token and i not in cut]
+        self._tokens = [i for i, index in enumerate(self._origins) if index == program.token and i not in cut]
         self._by_lane = sorted(cut + self._tokens)
         # A parameter's shape is Dynamo's to guard.
         self.varying = [i for i, node in enumerate(given) if not is_static_input(node)]
@@ -68,10 +67,11 @@ class GraphInputs:
             In the graph's order. Those that differ by lane are `[2, ...]` with two lanes: the token, and results of the
             prelude.
         """
-        prelude = self._decoding.cut.prelude
-        boundary = prelude(args, 0) if prelude is not None else ()
+        boundary = self._prelude.now(args)
         if lanes > 1:
-            following = prelude.following(args, ahead, boundary) if prelude is not None else ()
+            following = self._prelude.ahead(args, ahead) if ahead else boundary
+            if following is None or [new.shape for new in following] != [old.shape for old in boundary]:
+                following = boundary  # the model has no such position
             boundary = tuple(torch.stack(pair) for pair in zip(boundary, following, strict=True))
         inputs = [args[index] for index in self._origins]
         for i, cut in self._cuts:
@@ -83,25 +83,10 @@ class GraphInputs:
             inputs[i] = inputs[i].contiguous()
         return inputs
 
-    def window_masks(self, session: Session, args: Sequence[Any], lanes: int, ahead: int) -> WindowMasks:
-        """Keys that the model's own masks show to each lane, in layers that keep a window."""
-        windows = self._decoding.window_masks
-        if windows is None:
-            return {}
-        masks = windows.at(session, args, 0)
-        assert masks is not None
-        if lanes == 1:
-            return {layer: (mask,) for layer, mask in masks.items()}
-        following = windows.at(session, args, ahead) if ahead else masks
-        return {
-            layer: (mask, None if following is None else following[layer]) for layer, mask in masks.items()
-        }
-
-    def of_call(self, session: Session, args: Sequence[Any]) -> LaneCall:
-        """The inputs of a call's token."""
+    def of_call(self, args: Sequence[Any], windows: WindowMasks) -> LaneCall:
+        """The inputs of a call's token; `windows` are its masks."""
         inputs = self.bind(args, None, 1, 0)
-        computed = [inputs[i] for i in self._by_lane]
-        return self._lane_call(args, inputs, computed, self.window_masks(session, args, 1, 0), 0)
+        return self._lane_call(args, inputs, [inputs[i] for i in self._by_lane], windows, 0)
 
     def of_lane_1(self, args: Sequence[Any], inputs: Sequence[Any], windows: WindowMasks) -> LaneCall | None:
         """The inputs of lane 1 of a step; None where its masks are unknown.
@@ -109,7 +94,7 @@ class GraphInputs:
         Args:
             args: Dynamo's inputs.
             inputs: From `bind`, for two lanes.
-            windows: From `window_masks`, likewise.
+            windows: Likewise, `DecodeStep.window_masks`.
         """
         if any(masks[1] is None for masks in windows.values()):
             return None

@@ -1,8 +1,7 @@
-"""A model's masks while it decodes, beyond the padding that its session knows."""
+"""A model's masks while it decodes: beyond the padding that its session knows, and over windows."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,25 +11,93 @@ import torch.nn.functional as F
 
 from specache_fx.capture.program import Program
 from specache_fx.errors import UnsupportedGraphError
-from specache_fx.runtime.masks import by_lane, hidden_bias, over_keys, real_keys, split_row
+from specache_fx.runtime.masks import (
+    WindowMask,
+    by_lane,
+    hidden_bias,
+    over_keys,
+    real_keys,
+    split_row,
+)
 from specache_fx.runtime.session import Session
-from specache_fx.runtime.sources import Sources
+from specache_fx.runtime.sources import PositionalPart
+
+Split = tuple[torch.Tensor | None, torch.Tensor | None]  # from `split_row`
 
 
 @dataclass(frozen=True)
 class StepMasks:
-    """The model's masks for the output token, one of each per result of `Sources.mask_graph`.
+    """The model's masks of attentions to all tokens, one of each per result of `Decoding.masks`.
 
     Attributes:
-        biases: Added to the scores, `[batch or 1, num_heads or 1, kv_len + 1]`; None where nothing is.
-        seen: Which keys are shown, bool `[batch, kv_len + 1]`, where the step reads that on the device; None where the
-            session's padding and `biases` say it.
+        session: The session.
+        part: Computes them.
+        args: Dynamo's inputs.
+        biases: Added to the output token's scores, `[batch or 1, num_heads or 1, kv_len + 1]`; None where nothing is.
+        seen: Which keys are shown to it, bool `[batch, kv_len + 1]`, where the step reads that on the device; None
+            where the session's padding and `biases` say it.
         shows_padding: Keys that were padding are shown: the staged pairs were not chosen from them.
     """
 
+    session: Session
+    part: PositionalPart
+    args: Sequence[Any]
     biases: list[torch.Tensor | None]
     seen: list[torch.Tensor | None]
     shows_padding: bool = False
+
+    @property
+    def hides_padding(self) -> bool:
+        """Whether the masks hide the padding, and nothing is added to scores: lane 1 sees that too."""
+        return not self.session.masks_move and all(bias is None for bias in self.biases)
+
+    def biases_of(self, lanes: int, ahead: int) -> dict[int, torch.Tensor]:
+        """The model's bias on each layer's scores in a step, by layer; see `DecodeInputs.bias`.
+
+        Args:
+            lanes: Tokens of the step.
+            ahead: Tokens from lane 0 to lane 1, 0 in pre-decode.
+        """
+        session = self.session
+        if all(bias is None for bias in self.biases) and (lanes == 1 or not session.masks_move):
+            return {}
+        rows = [self.biases]
+        if lanes > 1:
+            following = _rows(session, self.part, self.args, ahead) if ahead else None
+            if (
+                following is None
+            ):  # also where the model has no further position: nothing will come of that lane
+                rows.append(self.biases)
+            else:
+                assert session.batch is not None
+                masks = [split_row(row, session.batch) for row in following]
+                rows.append([hidden_bias(*mask) if session.masks_move else mask[1] for mask in masks])
+        return self._by_layer(
+            [by_lane(row, session.kv_len, independent=not ahead) for row in zip(*rows, strict=True)]
+        )
+
+    def seen_by(self, lanes: int, ahead: int) -> dict[int, torch.Tensor]:
+        """`DecodeStep.seen`: lane 1 sees lane 0's keys, and its own pair. In pre-decode each sees its own alone."""
+        return self._by_layer(
+            [
+                by_lane([row] * lanes, self.session.kv_len, independent=True)
+                if row is None or not ahead
+                else torch.stack([F.pad(row, (0, lanes - 1), value=lane > 0) for lane in range(lanes)])
+                for row in self.seen
+            ]
+        )
+
+    def _by_layer(self, of_masks: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor]:
+        chosen = {layer: of_masks[place] for layer, place in self.part.layers.items()}
+        return {layer: each for layer, each in chosen.items() if each is not None}
+
+
+def _rows(
+    session: Session, part: PositionalPart, args: Sequence[Any], ahead: int
+) -> list[torch.Tensor] | None:
+    """The rows of masks of the token `ahead` of the output token; None where the model has no such position."""
+    rows = part.ahead(args, ahead)
+    return None if rows is None else [over_keys(row, session.kv_len + 1 + ahead) for row in rows]
 
 
 def read_masks(
@@ -57,15 +124,15 @@ def read_masks(
     Raises:
         UnsupportedGraphError: If an additive mask hides every key of a row.
     """
-    assert program.decoding is not None and session.batch is not None
-    sources = program.decoding.sources
-    kv_len = session.kv_len + 1
-    rows = [over_keys(mask, kv_len) for mask in sources.masks_at(args, 0)]
+    assert program.decoding is not None
+    part, fixed_length = program.decoding.masks, program.decoding.sources.fixed_length
+    kv_len, rows = session.kv_len + 1, _rows(session, part, args, 0) or []
+    unknown: list[torch.Tensor | None] = [None] * len(rows)
     no_mask = any(site.core.mask is None and site.keys.window is None for site in program.sites)
     shows_all = no_mask and session.key_mask.real is not None
-    seen = None if shows_all else _seen(session, sources, rows)
+    seen = None if shows_all or fixed_length else _seen(session, rows)
     if seen is not None and not (ahead or compare or session.masks_move):
-        return StepMasks([None] * len(rows), seen)
+        return StepMasks(session, part, args, unknown, seen)
     split, agree = _compared(session, rows, kv_len)
     shown: list[torch.Tensor | None] = []
     for row, (real, _), agrees in zip(rows, split, agree, strict=True):
@@ -81,33 +148,32 @@ def read_masks(
         session.requantize()
         agree = [session.key_mask.agrees(real, kv_len) for real, _ in split]
     moves = not all(agree) or (session.masks_move and not ahead)
-    if ahead and not moves and not sources.fixed_length:
-        moves = _moves_soon(session, sources, args)
+    if ahead and not moves and not fixed_length:
+        # Will a mask hide more than the padding within a group of tokens, or can't that be known?
+        group = session.config.group_size
+        later = _rows(session, part, args, group)
+        moves = later is None or not all(_compared(session, later, kv_len + group)[1])
     session.masks_move = moves
     biases = [
         bias if agrees else hidden_bias(real, bias) for (real, bias), agrees in zip(split, agree, strict=True)
     ]
-    return StepMasks(biases, [None] * len(rows) if seen is None or moves else seen, shows_padding)
+    seen = unknown if seen is None or moves else seen
+    return StepMasks(session, part, args, biases, seen, shows_padding)
 
 
-def _seen(
-    session: Session, sources: Sources, rows: Sequence[torch.Tensor]
-) -> list[torch.Tensor | None] | None:
+def _seen(session: Session, rows: Sequence[torch.Tensor]) -> list[torch.Tensor | None] | None:
     """`StepMasks.seen`; None where the host has to compare the masks."""
     assert session.batch is not None
-    if session.steps is None or not session.steps.reads_masks or sources.fixed_length:
+    if session.steps is None or not session.steps.reads_masks:
         return None
     seen = [real_keys(row, session.batch) for row in rows]
     return None if any(real is None for real in seen) else seen
 
 
-def _compared(
-    session: Session, rows: Sequence[torch.Tensor], kv_len: int
-) -> tuple[list[tuple[torch.Tensor | None, torch.Tensor | None]], list[bool]]:
+def _compared(session: Session, rows: Sequence[torch.Tensor], kv_len: int) -> tuple[list[Split], list[bool]]:
     """`split_row` of each row, and whether the row hides just the padding. Most do."""
     assert session.batch is not None
-    split: list[tuple[torch.Tensor | None, torch.Tensor | None]] = []
-    agree = []
+    split, agree = list[Split](), list[bool]()
     for row in rows:
         seen = real_keys(row, session.batch)
         padding = session.key_mask.at(kv_len)
@@ -134,70 +200,33 @@ def _check_hidden(row: torch.Tensor, seen: torch.Tensor | None, program: Program
         )
 
 
-def _moves_soon(session: Session, sources: Sources, args: Sequence[Any]) -> bool:
-    """Whether a mask will hide more than the padding within a group of tokens, or that can't be known."""
-    assert session.batch is not None
-    kv_len = session.kv_len + 1 + session.config.group_size
-    try:
-        masks = sources.masks_at(args, session.config.group_size)
-    except (IndexError, RuntimeError):
-        return True  # the model has no such position
-    return not all(_compared(session, [over_keys(mask, kv_len) for mask in masks], kv_len)[1])
+def read_windows(
+    session: Session, part: PositionalPart, args: Sequence[Any], lanes: int, ahead: int
+) -> dict[int, tuple[WindowMask | None, ...]]:
+    """`DecodeStep.window_masks`: a layer with a window or chunks has a mask that moves with every token.
 
-
-def step_biases(
-    session: Session,
-    sources: Sources,
-    args: Sequence[Any],
-    biases: Sequence[torch.Tensor | None],
-    lanes: int,
-    ahead: int,
-) -> dict[int, torch.Tensor]:
-    """The model's bias on each layer's scores in a step, by layer; see `DecodeInputs.bias`.
-
-    Args:
-        session: The session.
-        sources: Of the decode graph.
-        args: Dynamo's inputs.
-        biases: Of the output token, from `read_masks`.
-        lanes: Tokens of the step.
-        ahead: Tokens from lane 0 to lane 1, 0 in pre-decode.
+    It is as wide as the window, whatever the context. Lane 1's is None where it can't be told: Dynamo makes a graph of
+    its own for the step in which a window fills up, and moved on it would ask for a token that is not there.
     """
-    if all(bias is None for bias in biases) and (lanes == 1 or not session.masks_move):
-        return {}
+    of_lanes = [_windows(session, part, args, lane * ahead) for lane in range(lanes)]
+    return {
+        layer: tuple(None if masks is None else masks[layer] for masks in of_lanes) for layer in part.layers
+    }
+
+
+def _windows(
+    session: Session, part: PositionalPart, args: Sequence[Any], ahead: int
+) -> dict[int, WindowMask] | None:
+    """The masks of a token, by layer; None where they can't be told."""
     assert session.batch is not None
-    rows = [biases]
-    if lanes > 1:
-        following = biases  # also where the model has no further position: nothing will come of that lane
-        if ahead:
-            with contextlib.suppress(IndexError, RuntimeError):
-                kv_len = session.kv_len + 1 + ahead
-                rows_ahead = (over_keys(mask, kv_len) for mask in sources.masks_at(args, ahead))
-                masks = [split_row(row, session.batch) for row in rows_ahead]
-                following = [hidden_bias(*mask) if session.masks_move else mask[1] for mask in masks]
-        rows.append(following)
-    stacked = [by_lane(row, session.kv_len, independent=not ahead) for row in zip(*rows, strict=True)]
-    chosen = {layer: stacked[mask] for layer, mask in sources.layer_masks.items()}
-    return {layer: bias for layer, bias in chosen.items() if bias is not None}
-
-
-def step_sees(
-    session: Session, sources: Sources, masks: StepMasks, lanes: int, ahead: int
-) -> dict[int, torch.Tensor]:
-    """`DecodeStep.seen`: lane 1 sees lane 0's keys, and its own pair.
-
-    Args:
-        session: The session.
-        sources: Of the decode graph.
-        masks: Of the output token.
-        lanes: Tokens of the step.
-        ahead: As in `step_biases`: in pre-decode each lane sees its own pair alone.
-    """
-    laid_out = [
-        by_lane([row] * lanes, session.kv_len, independent=True)
-        if row is None or not ahead
-        else torch.stack([F.pad(row, (0, lanes - 1), value=lane > 0) for lane in range(lanes)])
-        for row in masks.seen
-    ]
-    chosen = {layer: laid_out[mask] for layer, mask in sources.layer_masks.items()}
-    return {layer: seen for layer, seen in chosen.items() if seen is not None}
+    shapes = {layer: session.shapes[layer] for layer in part.layers}
+    if ahead and any(shape.window == session.kv_len + 1 for shape in shapes.values()):
+        return None
+    rows = part.ahead(args, ahead)
+    widths = {layer: shape.tokens(session.kv_len + ahead) + 1 for layer, shape in shapes.items()}
+    if rows is None or (
+        ahead and any(rows[place].shape[-1] != widths[layer] for layer, place in part.layers.items())
+    ):
+        return None
+    masks = [WindowMask.of(row, session.batch) for row in rows]
+    return {layer: masks[place] for layer, place in part.layers.items()}

@@ -130,8 +130,7 @@ def by_phase(graphs: list[Captured]) -> dict[Phase, Captured]:
 def decode_inputs(gm: GraphModule, program: Program, args: tuple[Any, ...], lanes: int) -> list[Any]:
     """What `duplicate_query` is given: as the runner binds them, the speculative token being the token itself."""
     assert program.decoding is not None
-    prelude = program.decoding.cut.prelude
-    boundary = prelude(args, 0) if prelude is not None else ()
+    boundary = program.decoding.prelude.now(args)
     inputs: list[Any] = []
     for node, per_lane in zip(placeholders(gm.graph), lane_inputs(gm, program), strict=True):
         cut = node.meta.get("specache_prelude")

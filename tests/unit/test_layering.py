@@ -71,7 +71,6 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.runtime.claims",),
     ("specache_fx.runtime.registry", "specache_fx.runtime.decode_step"),
     ("specache_fx.runtime.snapshot",),
-    ("specache_fx.runtime.window_masks",),
     ("specache_fx.runtime.session",),
     ("specache_fx.runtime.next_answer", "specache_fx.runtime.origin"),
     ("specache_fx.runtime.step_graph", "specache_fx.runtime.cpu_recorder"),

@@ -39,7 +39,7 @@ from specache_fx.capture.graph.graph_utils import (
     value_of,
 )
 from specache_fx.capture.graph.left_alone import BREAKS, GROW, LEAVE, LeaveAlone
-from specache_fx.capture.positions.find_sources import find_token
+from specache_fx.capture.positions.find_sources import Token
 from specache_fx.capture.program import AttentionCore, AttentionSite, Phase, Refusal, Side
 from specache_fx.config import SpecacheConfig
 from specache_fx.runtime.handle import unfit_reason
@@ -63,6 +63,7 @@ def _match(
     outputs: set[Node],
     readers: dict[Node, list[Reading]],
     owners: dict[Node, AttentionSite],
+    token: Token,
 ) -> AttentionSite:
     core = reading.core
     inside = {
@@ -91,13 +92,13 @@ def _match(
     if keys.window != values.window:
         raise LeaveAlone("its keys and its values are cached for different numbers of tokens")
     # Where others keep the pairs, the prompt's last queries alone may go on.
-    if keys.past is None and owner is None and not _is_of_these_tokens(core, k):
+    if keys.past is None and owner is None and not _is_of_these_tokens(core, k, token):
         raise LeaveAlone(
             "its keys are not those of this call alone, nor an append of them to a past that is an input"
             " (cross-attention, or a cache of fixed length?)",
             f"Write into a cache of fixed length in place (index_copy_). Or {GROW}. {LEAVE}.",
         )
-    if keys.past is None and owner is None and _is_of_another_sequence(core, keys):
+    if keys.past is None and owner is None and _is_of_another_sequence(core, keys, token):
         raise LeaveAlone("its keys are computed from another sequence than its queries (cross-attention)")
     if keys.root is values.root:
         raise LeaveAlone("its keys and values are one tensor")
@@ -110,7 +111,7 @@ def _match(
             raise LeaveAlone(reason)
     if core.problem is not None:
         raise LeaveAlone(*core.problem)
-    _check_mask(core, keys, values)
+    _check_mask(core, keys, values, token)
     if owner is not None and keys.past is not None and q.shape[2] == 1 and core.mask is not owner.core.mask:
         raise LeaveAlone(f"it reads the cache of attention `{owner.core.node.name}` with another mask")
     if reading.is_expanded:
@@ -129,22 +130,21 @@ def _match(
     )
 
 
-def _is_of_these_tokens(core: AttentionCore, key: torch.Tensor) -> bool:
+def _is_of_these_tokens(core: AttentionCore, key: torch.Tensor, token: Token) -> bool:
     """Whether there is a query for each key, or one for each query head of its group."""
     query = value_of(core.query)
     rows, tokens = query.shape[2], key.shape[2]
     if statically_known_true(rows == tokens):
         return True
-    if query.shape[1] != key.shape[1] or find_token(core.node.graph)[0] is None:
+    if query.shape[1] != key.shape[1] or token.node is None:
         return False  # keys of another sequence can't be told from those of fewer heads without token ids
     now = [size if isinstance(size, int) else size.node.hint for size in (rows, tokens)]
     return all(now) and statically_known_true(rows == tokens * (now[0] // now[1]))
 
 
-def _is_of_another_sequence(core: AttentionCore, keys: Side) -> bool:
+def _is_of_another_sequence(core: AttentionCore, keys: Side, token: Token) -> bool:
     """Whether queries are computed from this call's tokens and keys are not, which may be as many."""
-    token, _ = find_token(core.node.graph)
-    return token is not None and token in ancestors([core.query]) and token not in ancestors([keys.new])
+    return token.node in ancestors([core.query]) and token.node not in ancestors([keys.new])
 
 
 def _of_other_tokens(keys: Side, owners: dict[Node, AttentionSite]) -> AttentionSite | None:
@@ -182,7 +182,7 @@ def _check_heads(reading: Reading) -> None:
         )
 
 
-def _check_mask(core: AttentionCore, keys: Side, values: Side) -> None:
+def _check_mask(core: AttentionCore, keys: Side, values: Side, token: Token) -> None:
     dims = shape_of(core.mask) if core.mask is not None else None
     if dims is not None and len(dims) > 4:
         raise LeaveAlone(f"its mask has {len(dims)} dimensions")
@@ -192,7 +192,7 @@ def _check_mask(core: AttentionCore, keys: Side, values: Side) -> None:
             f"its mask has {dims[-3]} heads, and may hide other keys from head to head",
             f"{one_mask}. {LEAVE}.",
         )
-    if core.mask is not None and (data := _data_behind(core, keys, values)) is not None:
+    if core.mask is not None and (data := _data_behind(core, keys, values, token)) is not None:
         where = f", {line}" if (line := source_of(core.mask)) and line != source_of(core.node) else ""
         raise LeaveAlone(
             f"its mask (`{core.mask.name}`{where}) is computed from data (`{data.name}`), not from positions and"
@@ -203,15 +203,14 @@ def _check_mask(core: AttentionCore, keys: Side, values: Side) -> None:
         )
 
 
-def _data_behind(core: AttentionCore, keys: Side, values: Side) -> Node | None:
+def _data_behind(core: AttentionCore, keys: Side, values: Side, token: Token) -> Node | None:
     """A token input, embedding, query, key or value that a mask reads; their shapes don't count."""
     assert core.mask is not None
     graph = core.mask.graph
-    token, vocabulary = find_token(graph)
     returns_logits = any(
-        (shape_of(out) or (None,))[-1] == vocabulary for out in graph.output_node().all_input_nodes
+        (shape_of(out) or (None,))[-1] == token.vocabulary for out in graph.output_node().all_input_nodes
     )
-    read = (core.query, keys.new, values.new, keys.past, values.past, token if returns_logits else None)
+    read = (core.query, keys.new, values.new, keys.past, values.past, token.node if returns_logits else None)
     data = {node for node in read if node is not None}
     data |= {
         node
@@ -232,7 +231,11 @@ def phase_of(sites: Sequence[AttentionSite]) -> Phase:
 
 
 def match_attention(
-    gm: GraphModule, cores: Sequence[AttentionCore], unknown: dict[Node, str], config: SpecacheConfig
+    gm: GraphModule,
+    cores: Sequence[AttentionCore],
+    unknown: dict[Node, str],
+    config: SpecacheConfig,
+    token: Token,
 ) -> tuple[list[AttentionSite], list[Refusal]]:
     """The attentions that are rewritten, and those that are not; `cores` and `unknown` are from `attention_cores`."""
     outputs = set(gm.graph.output_node().all_input_nodes)
@@ -257,7 +260,7 @@ def match_attention(
             reading = readings[core.node]
             if isinstance(reading, LeaveAlone):
                 raise reading
-            site = _match(gm, reading, outputs, readers, owners)
+            site = _match(gm, reading, outputs, readers, owners, token)
             if sites and (site.keys.past is None) != (sites[0].keys.past is None):
                 raise LeaveAlone("it has a past and others in the graph have none, or the reverse")
             if site.expansion is not None and site.keys.window is None and not config.placement.codes:

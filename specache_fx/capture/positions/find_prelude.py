@@ -19,7 +19,6 @@ from specache_fx.capture.graph.graph_slices import (
     ancestors,
     cut_out,
     draws_random_numbers,
-    extract,
     has_effect,
     mutated_inputs,
 )
@@ -35,8 +34,8 @@ from specache_fx.capture.graph.graph_utils import (
     value_of,
 )
 from specache_fx.capture.graph.left_alone import LEAVE, LeaveAlone
-from specache_fx.capture.program import AttentionSite, Cut
-from specache_fx.runtime.sources import Prelude, Sources
+from specache_fx.capture.program import AttentionSite
+from specache_fx.runtime.sources import PositionalPart, Sources
 
 _NUMBERS = (torch.SymInt, torch.SymFloat)
 _LOOKS_UP = ("embedding", "index", "index_select", "gather", "take")
@@ -49,7 +48,7 @@ def find_prelude(
     sources: Sources,
     *,
     lengths_are_static: bool,
-) -> Cut:
+) -> tuple[PositionalPart, tuple[Node, ...], tuple[Node, ...]]:
     """The nodes by which position-only tensors enter the rest of a decode graph.
 
     Args:
@@ -58,6 +57,9 @@ def find_prelude(
         kept: The outputs that it goes on computing.
         sources: What is known of its inputs.
         lengths_are_static: Refuse a graph that computes data with a length that is a Python number.
+
+    Returns:
+        `Decoding.prelude`, `.boundary` and `.asserts`.
 
     Raises:
         LeaveAlone: If every length would be a graph of its own.
@@ -92,12 +94,10 @@ def find_prelude(
         and (node in kept or any(user not in outside for user in readers.get(node, ())))
     ]
     asserts = [node for node in gm.graph.nodes if node not in data and _asserts(node)]
-    if not boundary and not asserts:
-        return Cut(None, (), ())
-    plain, taken = cut_out(gm, boundary, asserts)
-    results, inputs = list(plain.graph.output_node().all_input_nodes), placeholders(plain.graph)
-    prelude = Prelude(plain, _clamp_embeddings(extract(plain, results, inputs)), taken, sources)
-    return Cut(prelude, tuple(boundary), tuple(asserts))
+    later = cut_out(gm, boundary)
+    _clamp_embeddings(later.graph)
+    prelude = PositionalPart(cut_out(gm, boundary, asserts), later, sources)
+    return prelude, tuple(boundary), tuple(asserts)
 
 
 def _runs_outside(node: Node) -> bool:
@@ -144,7 +144,7 @@ def _origins(graph: Graph, sources: Sources) -> tuple[set[Node], set[Node]]:
     data: it changes once a step.
     """
     index = {node: i for i, node in enumerate(placeholders(graph))}
-    moving = sources.lengths | sources.positions | sources.masks
+    moving = sources.counts | sources.masks
     positional, data = set[Node](), set[Node](mutated_inputs(graph))
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -155,7 +155,7 @@ def _origins(graph: Graph, sources: Sources) -> tuple[set[Node], set[Node]]:
             continue
         inputs = node.all_input_nodes
         length = bool(inputs) and reads_shape_only(node)
-        if length and all(index.get(arg) in sources.shapes for arg in inputs):
+        if length and all(index.get(arg) in sources.caches for arg in inputs):
             positional.add(node)
             continue
         if any(arg in positional for arg in inputs):
@@ -165,7 +165,7 @@ def _origins(graph: Graph, sources: Sources) -> tuple[set[Node], set[Node]]:
     return positional, data
 
 
-def _clamp_embeddings(gm: GraphModule) -> GraphModule:
+def _clamp_embeddings(gm: GraphModule) -> None:
     """Hold every embedding's indices inside its table."""
     for node in list(gm.graph.nodes):
         if target_name(node) == "embedding":
@@ -174,4 +174,4 @@ def _clamp_embeddings(gm: GraphModule) -> GraphModule:
             with gm.graph.inserting_before(node):
                 held = gm.graph.call_function(torch.ops.aten.clamp.default, (ids, None, last))
             node.args = (table, held, *rest)
-    return finish(gm)
+    finish(gm)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -29,51 +29,19 @@ _SAME_TOKENS = {"reshape", "unsqueeze", "squeeze", "_to_copy", "clone", "index_p
 _SAME_TOKENS |= {"sub"}  # where a shard of a table begins
 
 
-def _is_integer_tensor(node: Node) -> bool:
-    value = value_of(node)
-    return isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.int32)
+class Token(NamedTuple):
+    """The input of token ids; None and None where a graph takes none.
 
-
-def _is_mask(node: Node, shape: tuple[Any, ...], past_len: Any, grows: bool) -> bool:
-    """Whether an input looks like a mask over keys: integers or booleans, or floats of the cache's length.
-
-    Floats of two dimensions are 1 where a key is seen, those of four are added to the scores (`Sources.ahead`).
-
-    Args:
-        node: The input.
-        shape: Its shape.
-        past_len: Tokens of a cache.
-        grows: `past_len` is a symbol, and not a window's length.
+    Attributes:
+        node: It.
+        vocabulary: Rows of its table of embeddings.
     """
-    if len(shape) < 2:
-        return False
-    if _is_integer_tensor(node) or value_of(node).dtype == torch.bool:
-        # Where Dynamo knows that the context grows, it knows so of its masks. Windows alone don't tell it.
-        return isinstance(shape[-1], torch.SymInt) or (not grows and shape[-1] > 1)
-    whole = statically_known_true(shape[-1] == past_len + 1)
-    if len(shape) == 4:
-        return bool(value_of(node).is_floating_point() and whole and symbols_of(past_len))
-    is_whole = isinstance(shape[-1], torch.SymInt) or whole
-    return bool(len(shape) == 2 and value_of(node).is_floating_point() and is_whole)
+
+    node: Node | None
+    vocabulary: int | None
 
 
-def _window_masks(sites: Sequence[AttentionSite]) -> dict[Node, int]:
-    """Inputs that are masks of windows alone, `[batch, num_heads or 1, 1, kv_len]`, and how wide they get."""
-    found = dict[Node, int]()
-    for site in sites:
-        if site.keys.window is not None and site.core.mask is not None:
-            kv_len = (shape_of(site.keys.root) or ())[2]
-            for node in ancestors([site.core.mask]):
-                shape = shape_of(node) or ()
-                if node.op == "placeholder" and len(shape) == 4 and statically_known_true(shape[3] == kv_len):
-                    found[node] = site.keys.window
-    others = ancestors(
-        site.core.mask for site in sites if site.keys.window is None and site.core.mask is not None
-    )
-    return {node: most for node, most in found.items() if node not in others}
-
-
-def find_token(graph: Graph) -> tuple[Node | None, int | None]:
+def find_token(graph: Graph) -> Token:
     """The integer input that indexes an embedding whose table has a row per logit, and the table's rows.
 
     Where processes share a table, that is the whole table.
@@ -99,81 +67,121 @@ def find_token(graph: Graph) -> tuple[Node | None, int | None]:
                 elif target_name(user) in _SAME_TOKENS:
                     work.append(user)
     if not found:
-        return None, None
+        return Token(None, None)
     _, node, rows = max(found, key=lambda entry: (entry[0], NEWEST_OF in entry[1].meta))
-    return node, rows
+    return Token(node, rows)
 
 
 def find_sources(
-    gm: GraphModule, sites: Sequence[AttentionSite], past_inputs: Sequence[int], positions: Collection[int]
+    gm: GraphModule,
+    sites: Sequence[AttentionSite],
+    past_inputs: Sequence[int],
+    positions: Collection[int],
+    token: Node | None,
 ) -> Sources:
-    """Name the inputs of a decode graph; their masks come with `mask_graphs.with_masks`.
+    """Name the inputs of a decode graph.
 
     Args:
         gm: The graph.
         sites: Its attentions.
         past_inputs: Positions of the past KV inputs.
         positions: Those of inputs that are known to grow by one per token.
+        token: From `find_token`.
     """
     inputs = placeholders(gm.graph)
-    index = {node: i for i, node in enumerate(inputs)}
-    past = {inputs[i] for i in past_inputs}
-    token, vocabulary = find_token(gm.graph)
-    token_shape = shape_of(token) if token is not None else None
-    shapes, masks = set[int](), set[int]()
-    growing_by_one = set[int]()
-    max_lengths: dict[int, int] = {}
-    for site in sites:
-        if site.keys.window is not None and site.keys.past is not None and site.values.past is not None:
-            max_lengths |= {index[side]: site.keys.window - 1 for side in (site.keys.past, site.values.past)}
-    growing = [i for i in past_inputs if i not in max_lengths] or past_inputs
-    of_windows = _window_masks(sites)
+    windows = {
+        inputs.index(past): site.keys.window - 1
+        for site in sites
+        for past in (site.keys.past, site.values.past)
+        if site.keys.window is not None and past is not None
+    }
+    masks_of_windows = _masks_of_windows(sites)
+    growing = [i for i in past_inputs if i not in windows] or past_inputs
     past_len = _kv_len(inputs[growing[0]])
-    grows = bool(symbols_of(past_len)) and growing[0] not in max_lengths
-    whole_ids = {node.meta[NEWEST_OF] for node in inputs if NEWEST_OF in node.meta}
-    fixed_sizes_of_inputs: set[Any] = set()
-    for node in inputs:
+    grows = bool(symbols_of(past_len)) and growing[0] not in windows
+    counts = {i for i in positions if shape_of(inputs[i]) is not None}
+    masks, caches, fixed = set[int](), set[int](), set[Any]()  # the last are symbols of sizes that don't grow
+    whole_ids = {node.meta.get(NEWEST_OF) for node in inputs}
+    for i, node in enumerate(inputs):
         shape = shape_of(node)
-        if index[node] in positions and shape is not None:
-            growing_by_one.add(index[node])
+        if shape is None or i in counts or is_static_input(node) or node in whole_ids:
             continue
-        if shape is None or is_static_input(node) or node in whole_ids:
-            continue
-        if node in past or (
-            len(shape) == 4
-            and value_of(node).is_floating_point()
-            and statically_known_true(shape[2] == past_len)
-        ):
-            shapes.add(index[node])
-            fixed_dims = (*shape[:2], *shape[3:])
-        elif node in of_windows or (node is not token and _is_mask(node, shape, past_len, grows)):
-            masks.add(index[node])
-            fixed_dims = shape[:-1]
-        else:
-            fixed_dims = shape
-        for size in fixed_dims:
-            fixed_sizes_of_inputs |= symbols_of(size)
-        if index[node] in shapes | masks:
-            continue
-        same_shape = token_shape is not None and (shape == token_shape or shape[-2:] == token_shape)
-        if node is not token and _is_integer_tensor(node) and len(shape) and (same_shape or shape == (1,)):
-            growing_by_one.add(index[node])
-    lengths, of_lengths = _lengths(inputs, max_lengths, growing, fixed_sizes_of_inputs)
-    max_lengths |= of_lengths | {index[node]: columns for node, columns in of_windows.items()}
-    fixed = all(not symbols_of(_kv_len(inputs[i])) for i in growing)
-    takes_one = token is not None and statically_known_true((token_shape or (1,))[-1] == 1)
+        if i in past_inputs or _is_as_long(node, shape, past_len):
+            caches.add(i)
+            shape = (*shape[:2], *shape[3:])
+        elif node in masks_of_windows or (node is not token and _is_mask(node, shape, past_len, grows)):
+            masks.add(i)
+            shape = shape[:-1]
+        elif node is not token and _is_integer_tensor(node) and _is_of_tokens(shape, token):
+            counts.add(i)
+        fixed = fixed.union(*map(symbols_of, shape))
+    lengths, of_lengths = _lengths(inputs, windows, growing, fixed)
+    fixed_length = all(not symbols_of(_kv_len(inputs[i])) for i in growing)
     return Sources(
-        token=index[token] if token is not None and takes_one else None,
-        vocabulary=vocabulary,
-        lengths=frozenset(lengths),
-        positions=frozenset(growing_by_one),
+        counts=frozenset(counts | lengths),
         masks=frozenset(masks),
-        shapes=frozenset(shapes),
-        whole_ids=frozenset(map(index.__getitem__, whole_ids)),
-        max_lengths=max_lengths,
-        knows_next=bool(growing_by_one) or not fixed or bool(lengths),
-        fixed_length=fixed,
+        caches=frozenset(caches),
+        max_lengths=windows
+        | of_lengths
+        | {inputs.index(node): most for node, most in masks_of_windows.items()},
+        knows_next=bool(counts | lengths) or not fixed_length,
+        fixed_length=fixed_length,
     )
+
+
+def _masks_of_windows(sites: Sequence[AttentionSite]) -> dict[Node, int]:
+    """Inputs that are masks of windows alone, `[batch, num_heads or 1, 1, kv_len]`, and how wide they get."""
+    found = dict[Node, int]()
+    for site in sites:
+        if site.keys.window is not None and site.core.mask is not None:
+            kv_len = (shape_of(site.keys.root) or ())[2]
+            for node in ancestors([site.core.mask]):
+                shape = shape_of(node) or ()
+                if node.op == "placeholder" and len(shape) == 4 and statically_known_true(shape[3] == kv_len):
+                    found[node] = site.keys.window
+    others = ancestors(
+        site.core.mask for site in sites if site.keys.window is None and site.core.mask is not None
+    )
+    return {node: most for node, most in found.items() if node not in others}
+
+
+def _is_as_long(node: Node, shape: tuple[Any, ...], past_len: Any) -> bool:
+    """Whether an input is a tensor like a cache, of as many tokens."""
+    is_like = len(shape) == 4 and value_of(node).is_floating_point()
+    return is_like and statically_known_true(shape[2] == past_len)
+
+
+def _is_mask(node: Node, shape: tuple[Any, ...], past_len: Any, grows: bool) -> bool:
+    """Whether an input looks like a mask over keys: integers or booleans, or floats of the cache's length.
+
+    Floats of two dimensions are 1 where a key is seen, those of four are added to the scores (`Sources.ahead`).
+
+    Args:
+        node: The input.
+        shape: Its shape.
+        past_len: Tokens of a cache.
+        grows: `past_len` is a symbol, and not a window's length.
+    """
+    if len(shape) < 2:
+        return False
+    if _is_integer_tensor(node) or value_of(node).dtype == torch.bool:
+        # Where Dynamo knows that the context grows, it knows so of its masks. Windows alone don't tell it.
+        return isinstance(shape[-1], torch.SymInt) or (not grows and shape[-1] > 1)
+    whole = statically_known_true(shape[-1] == past_len + 1)
+    if len(shape) == 4:
+        return bool(value_of(node).is_floating_point() and whole and symbols_of(past_len))
+    is_whole = isinstance(shape[-1], torch.SymInt) or whole
+    return bool(len(shape) == 2 and value_of(node).is_floating_point() and is_whole)
+
+
+def _is_of_tokens(shape: tuple[Any, ...], token: Node | None) -> bool:
+    """Whether integers of a shape may be the tokens' positions."""
+    return bool(shape) and (shape == (1,) or (token is not None and shape_of(token) in (shape, shape[-2:])))
+
+
+def _is_integer_tensor(node: Node) -> bool:
+    value = value_of(node)
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.int32)
 
 
 def _lengths(
@@ -209,7 +217,11 @@ def _kv_len(past: Node) -> Any:
 
 
 def fixed_sizes(
-    inputs: Sequence[Node], past_inputs: Sequence[int], forms: Mapping[int, CacheForm], sources: Sources
+    inputs: Sequence[Node],
+    past_inputs: Sequence[int],
+    forms: Mapping[int, CacheForm],
+    sources: Sources,
+    token: Node | None,
 ) -> dict[int, int]:
     """Inputs that grow with the context and are of constant size here, and in which dimension of Dynamo's tensor."""
     values = {form.values for form in forms.values()}  # of a pair: the keys tell
@@ -219,7 +231,7 @@ def fixed_sizes(
     mask_dims = {}
     for i, node in enumerate(inputs):
         shape = shape_of(node) or ()
-        as_long = len(shape) > 1 and i != sources.token and _now(shape[-1]) in lengths
+        as_long = len(shape) > 1 and node is not token and _now(shape[-1]) in lengths
         is_whole = as_long and (_is_integer_tensor(node) or value_of(node).dtype == torch.bool)
         if i in sources.masks or (is_whole and not is_static_input(node)):
             mask_dims[i] = len(shape) - 1

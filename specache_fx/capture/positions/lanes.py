@@ -9,7 +9,6 @@ from torch.fx import Graph, Node
 
 from specache_fx.capture.graph.graph_slices import ancestors, draws_random_numbers, has_effect, mutated_inputs
 from specache_fx.capture.graph.graph_utils import is_static_input, placeholders, shape_of, value_of
-from specache_fx.capture.program import Cut
 
 NO_TOKENS = (
     "this graph takes no token ids (embeddings as input, several code books, or a graph break inside the model,"
@@ -36,10 +35,10 @@ def single_lane(
     graph: Graph,
     kept: Sequence[Node],
     past_inputs: Sequence[int],
-    token: int | None,
+    token: Node | None,
     logits: int | None,
     kept_cache: str | None,
-    cut: Cut,
+    asserts: Collection[Node],
 ) -> str | None:
     """The reason for one token at a time in a decode graph; None where it can compute two.
 
@@ -47,12 +46,12 @@ def single_lane(
         graph: The graph.
         kept: The outputs that it goes on computing.
         past_inputs: Positions of the past KV inputs.
-        token: Position of the token ids.
+        token: The token ids.
         logits: Position of the logits among `kept`.
         kept_cache: A cache that is left alone, and so goes on growing in the graph.
-        cut: Takes assertions out of the graph.
+        asserts: Assertions that are taken out of the graph.
     """
-    if effect := effect_of(graph, cut.asserts):
+    if effect := effect_of(graph, asserts):
         # Lanes and pre-decode run what is in the graph for a token that may never come: state would move twice.
         return effect
     if drawn := drawn_in(graph):

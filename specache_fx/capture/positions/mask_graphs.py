@@ -8,12 +8,13 @@ the model says.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from specache_fx.capture.graph.graph_edit import call, finish
 from specache_fx.capture.graph.graph_slices import ancestors, cut_out, draws_random_numbers, mutated_inputs
 from specache_fx.capture.graph.graph_utils import (
     is_integer,
@@ -28,58 +29,57 @@ from specache_fx.capture.graph.left_alone import LeaveAlone
 from specache_fx.capture.program import AttentionSite
 from specache_fx.runtime.graph_part import Part
 from specache_fx.runtime.ops import SDPA
-from specache_fx.runtime.sources import Sources
-from specache_fx.runtime.window_masks import WindowMasks
+from specache_fx.runtime.sources import PositionalPart, Sources
 
 _aten = torch.ops.aten
 
 
-def with_masks(gm: GraphModule, sources: Sources, sites: Sequence[AttentionSite]) -> Sources:
-    """With the masks of attentions to all tokens.
+def find_masks(
+    gm: GraphModule, sources: Sources, sites: Sequence[AttentionSite], *, of_windows: bool
+) -> PositionalPart:
+    """The newest query's rows of the masks of attentions over a window, or of those to all tokens.
 
     Raises:
         LeaveAlone: If one is computed from something that can't be followed.
     """
-    graph, inputs, layers = _cut(gm, sources, [site for site in sites if site.keys.window is None])
-    return replace(sources, mask_graph=graph, mask_inputs=inputs, layer_masks=layers) if graph else sources
-
-
-def find_window_masks(
-    gm: GraphModule, sources: Sources, sites: Sequence[AttentionSite]
-) -> WindowMasks | None:
-    """The masks of attentions over a window; None where there is no window.
-
-    Raises:
-        LeaveAlone: See `with_masks`.
-    """
-    windows = [site for site in sites if site.keys.window is not None]
-    graph, inputs, layers = _cut(gm, sources, windows)
-    roots = [placeholders(gm.graph)[i] for i in inputs]
-    moves = not any(is_integer(node) and not symbols_of(value_of(node)) for node in roots)
-    return WindowMasks(graph, inputs, layers, sources, moves) if windows else None
-
-
-def _cut(
-    gm: GraphModule, sources: Sources, sites: Sequence[AttentionSite]
-) -> tuple[GraphModule | None, tuple[int, ...], dict[int, int]]:
-    """The graph of the attentions' masks, None if there are none; its inputs, and the place of each layer's mask."""
-    of_layers = {site.layer: site.core.mask for site in sites if site.core.mask is not None}
+    of_layers = {
+        site.layer: site.core.mask
+        for site in sites
+        if site.core.mask is not None and (site.keys.window is not None) == of_windows
+    }
     masks = list(dict.fromkeys(of_layers.values()))
-    if not masks:
-        return None, (), {}
-    graph, taken = cut_out(gm, masks)
+    _check_inputs(gm, sources, sites, masks)
+    part = cut_out(gm, masks)
+    output: Any = part.graph.graph.output_node()
+    with part.graph.graph.inserting_before(output):
+        output.args = (tuple(map(_newest_row, output.args[0])),)
+    finish(part.graph)
+    roots = [placeholders(gm.graph)[i] for i in part.inputs]
+    moves = not any(is_integer(node) and not symbols_of(value_of(node)) for node in roots)
+    layers = {layer: masks.index(mask) for layer, mask in of_layers.items()}
+    return PositionalPart(part, part, sources, layers, moves or not of_windows)
+
+
+def _newest_row(mask: Node) -> Node:
+    dims = len(shape_of(mask) or ())
+    return call(mask.graph, _aten.select.int, (mask, -2, -1), mask) if dims > 1 else mask
+
+
+def _check_inputs(
+    gm: GraphModule, sources: Sources, sites: Sequence[AttentionSite], masks: Sequence[Node]
+) -> None:
+    """Raise where masks are computed from something that can't be moved on by a token."""
     inputs, needed = placeholders(gm.graph), ancestors(masks)
     read = ancestors(masks, [node for node in needed if reads_shape_only(node)])  # not for its shape alone
     written = set(mutated_inputs(gm.graph))
-    growing = {symbol for i in sources.shapes for symbol in symbols_of((shape_of(inputs[i]) or ())[2])}
-    for place in taken:
-        node = inputs[place]
-        known = is_integer(node) or is_static_input(node) or place in sources.masks | sources.positions
-        known |= _is_table(node, {inputs[i] for i in sources.positions})
+    counts = {inputs[i] for i in sources.counts}
+    growing = {symbol for i in sources.caches for symbol in symbols_of((shape_of(inputs[i]) or ())[2])}
+    for place, node in enumerate(inputs):
+        known = is_integer(node) or is_static_input(node) or place in sources.masks or node in counts
         # Of what grows with the context only the caches' shapes are known ahead.
         grows = any(symbols_of(size) & growing for size in shape_of(node) or ())
-        shape_only = node not in read and (place in sources.shapes or not grows)
-        if node in written or not (known or shape_only):
+        shape_only = node not in read and (place in sources.caches or not grows)
+        if node in needed and (node in written or not (known or shape_only or _is_table(node, counts))):
             site = next(site for site in sites if site.core.mask and node in ancestors([site.core.mask]))
             raise LeaveAlone(
                 f"the mask of `{site.core.node.name}` is computed from input `{node.name}`, which is neither a length,"
@@ -87,7 +87,6 @@ def _cut(
                 "Pass a key padding mask of integers or booleans, [batch, kv_len], or compile this model with"
                 ' backend="inductor".',
             )
-    return graph, taken, {layer: masks.index(mask) for layer, mask in of_layers.items()}
 
 
 def _is_table(node: Node, positions: set[Node]) -> bool:

@@ -15,6 +15,7 @@ from specache_fx.capture.graph.graph_utils import (
     shape_of,
     value_of,
 )
+from specache_fx.capture.positions.newest_tokens import NEWEST_OF
 from specache_fx.capture.program import AttentionSite, OutputPlan
 from specache_fx.runtime.sources import Sources
 
@@ -50,7 +51,7 @@ def plan_outputs(
         handles=handles,
         kept=tuple(kept),
         lengths=tuple(lengths),
-        length_part=cut_out(gm, [outs[i] for i in lengths]) if lengths else None,
+        length_part=cut_out(gm, [outs[i] for i in lengths]),
         constants=constants,
     )
     return plan, [outs[i] for i in kept]
@@ -63,11 +64,15 @@ def _tells_length(out: Node, sources: Sources) -> bool:
     """
     if not any(isinstance(size, torch.SymInt) for size in shape_of(out) or ()):
         return False
-    moving = sources.lengths | sources.positions | sources.masks | sources.shapes | sources.whole_ids
-    needed = ancestors([out])
+    moving, needed, inputs = (
+        sources.counts | sources.masks | sources.caches,
+        ancestors([out]),
+        placeholders(out.graph),
+    )
+    whole_ids = {node.meta.get(NEWEST_OF) for node in inputs}
     return all(
-        i in moving or is_static_input(node) or is_integer(node)
-        for i, node in enumerate(placeholders(out.graph))
+        i in moving or node in whole_ids or is_static_input(node) or is_integer(node)
+        for i, node in enumerate(inputs)
         if node in needed
     )
 

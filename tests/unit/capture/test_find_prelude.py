@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from support import graphs
 from support.captured import captured
@@ -10,26 +12,31 @@ from torch import nn
 
 from specache_fx.capture.graph.graph_utils import target_name
 from specache_fx.capture.program import Phase, Program
-from specache_fx.runtime.sources import Prelude
+from specache_fx.runtime.sources import PositionalPart
 
 
-def prelude_of(program: Program) -> Prelude:
+def prelude_of(program: Program) -> PositionalPart:
     assert program.decoding is not None
-    prelude = program.decoding.cut.prelude
-    assert prelude is not None
-    return prelude
+    return program.decoding.prelude
 
 
-def called(prelude: Prelude) -> set[str]:
-    return {target_name(node) for node in prelude.graph.graph.nodes if node.op == "call_function"}
+def called(prelude: PositionalPart) -> set[str]:
+    nodes = (node for part in (prelude.part, prelude.later) for node in part.graph.graph.nodes)
+    return {target_name(node) for node in nodes if node.op == "call_function"}
+
+
+def ahead(prelude: PositionalPart, inputs: Any) -> tuple[torch.Tensor, ...]:
+    results = prelude.ahead(inputs, 1)
+    assert results is not None
+    return results
 
 
 def test_rotations_are_computed_in_the_graph() -> None:
     decode = captured("llama")[Phase.DECODE]
     prelude, inputs = prelude_of(graphs.matched(decode)), decode.inputs
     assert not {"cos", "sin", "mul", "bmm", "cat"} & called(prelude)
-    (ids,) = prelude(inputs, 0)
-    (following,) = prelude(inputs, 1)
+    (ids,) = prelude.now(inputs)
+    (following,) = ahead(prelude, inputs)
     assert ids.flatten().tolist() == [10]  # the last step of the drive, after 10 tokens
     assert following.flatten().tolist() == [11]
 
@@ -41,8 +48,8 @@ def test_a_look_up_stays_where_it_can_fail() -> None:
     decode = graphs.by_phase(graphs.capture(model, graphs.drive_transformers))[Phase.DECODE]
     prelude, inputs = prelude_of(graphs.matched(decode)), decode.inputs
     assert "embedding" in called(prelude)
-    (last,) = (each for each in prelude(inputs, 0) if each.is_floating_point())
-    (held,) = (each for each in prelude(inputs, 1) if each.is_floating_point())
+    (last,) = (each for each in prelude.now(inputs) if each.is_floating_point())
+    (held,) = (each for each in ahead(prelude, inputs) if each.is_floating_point())
     table: torch.Tensor = model.transformer.wpe.weight
     assert torch.equal(last.reshape(-1, table.shape[1])[-1], table[10])
     assert torch.equal(held, last)
