@@ -21,10 +21,10 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import specache_fx
+from specache_fx.cli.provenance import provenance
 from specache_fx.compiled import uncompile
 from specache_fx.errors import ConfigError
 from specache_fx.examples.needle.task import ANSWER_LEN, Prompts, make_prompts
-from specache_fx.report.provenance import provenance
 from specache_fx.report.session_stats import SessionStats
 from specache_fx.sizes import format_size
 
