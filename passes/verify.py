@@ -12,11 +12,13 @@ import torch
 from torch.fx import GraphModule, Node
 
 from specache_fx.capture.graph.graph_slices import writes_in_place
-from specache_fx.capture.graph.graph_utils import placeholders, value_of
+from specache_fx.capture.graph.graph_utils import value_of
 from specache_fx.capture.program import Program
 from specache_fx.errors import PassInvariantError
 from specache_fx.passes.base import Pass
 from specache_fx.passes.select_topk import PROBE
+
+_OPS = torch.ops.specache
 
 
 def _fail(node: Node, what: str) -> None:
@@ -47,43 +49,57 @@ def verify(gm: GraphModule, program: Program) -> None:
     Raises:
         PassInvariantError: Names the node and the defect.
     """
-    ops = torch.ops.specache
+    _check_prefetches(gm, program)
+    _check_appends(gm, program)
+    past = {program.inputs[i] for i in program.past_inputs}
+    for node in gm.graph.nodes:
+        if node.target is _OPS.attention.default:
+            _fail(node, "a marker was left behind")
+        if node.op == "placeholder" and node.meta.get("specache_name") in past:
+            _fail(node, "the graph still reads the contents of a handle")
+        if any(isinstance(size, torch.SymInt) for size in _sizes(value_of(node))):
+            _fail(node, "its shape is not static: the graph still knows a length")
+
+
+def _check_prefetches(gm: GraphModule, program: Program) -> None:
+    """A prefetch fetches its own layer's selection, and a wait stands between it and the attention that reads it."""
     pending: dict[Any, bool] = {}  # layer -> a prefetch may be under way: always, when a step begins
-    exact = program.exact_layers
+    for node in gm.graph.nodes:
+        if node.target is _OPS.wait_prefetch.default:
+            pending[node.args[1]] = False
+        elif node.target is _OPS.prefetch.default:
+            selection, layer = node.args[0], node.args[2]
+            if selection.target is not _OPS.topk.default or selection.args[2] != layer:
+                _fail(node, "it does not fetch the pairs that its own layer selected")
+            if layer in program.exact_layers:
+                _fail(node, "it fetches pairs of a layer that is exact: they are all on the device")
+            pending[layer] = True
+        elif _reads(node) and program.config.stages and node.args[5] not in program.exact_layers:
+            layer, staged = node.args[5], node.args[3]
+            if staged is None or staged.target is not _OPS.wait_prefetch.default or staged.args[1] != layer:
+                _fail(node, "no wait of its layer guards the staged pairs that it reads")
+            if pending.get(layer, True):
+                _fail(node, "a prefetch lies between its wait and its read")
+
+
+def _check_appends(gm: GraphModule, program: Program) -> None:
+    """Each attention became one read; each layer has one append, of lane 0's pair, behind all of its reads."""
     appends: Counter[Any] = Counter()
     readers: Counter[Any] = Counter()
     pairs: dict[Any, Any] = {}  # layer -> keys and values of all lanes
     for node in gm.graph.nodes:
-        if node.target is ops.attention.default:
-            _fail(node, "a marker was left behind")
-        elif node.target is ops.wait_prefetch.default:
-            pending[node.args[1]] = False
-        elif node.target is ops.prefetch.default:
-            if node.args[0].target is not ops.topk.default or node.args[0].args[2] != node.args[2]:
-                _fail(node, "it does not fetch the pairs that its own layer selected")
-            pending[node.args[2]] = True
-            if node.args[2] in exact:
-                _fail(node, "it fetches pairs of a layer that is exact: they are all on the device")
-        elif node.target is ops.append.default:
-            appends[node.args[3]] += 1
-            lane_0 = [(torch.ops.aten.select.int, (side, 0, 0)) for side in pairs.get(node.args[3], ())]
+        if node.target is _OPS.append.default:
+            layer = node.args[3]
+            appends[layer] += 1
+            lane_0 = [(torch.ops.aten.select.int, (side, 0, 0)) for side in pairs.get(layer, ())]
             if lane_0 and [(side.target, side.args) for side in node.args[:2]] != lane_0:
                 _fail(node, "it appends another pair than lane 0's of its layer's last attention")
-        elif node.target is ops.quantized_attention.default and not node.meta.get(PROBE):
-            layer, staged = node.args[5], node.args[3]
+        elif _reads(node):
+            layer = node.args[5]
             readers[layer] += 1
             pairs[layer] = node.args[1:3]
             if appends[layer]:
                 _fail(node, "its layer has been appended to: its own pair would count twice")
-            if program.config.stages and layer not in exact:
-                if (
-                    staged is None
-                    or staged.target is not ops.wait_prefetch.default
-                    or staged.args[1] != layer
-                ):
-                    _fail(node, "no wait of its layer guards the staged pairs that it reads")
-                if pending.get(layer, True):
-                    _fail(node, "a prefetch lies between its wait and its read")
     if readers != Counter(site.layer for site in program.sites) or appends != Counter(
         site.layer for site in program.owners
     ):
@@ -92,15 +108,15 @@ def verify(gm: GraphModule, program: Program) -> None:
             f" not one each (and one append for each of {len(program.owners)} layers). This is a defect: please report"
             " it."
         )
-    past = {program.inputs[i] for i in program.past_inputs}
-    for node in placeholders(gm.graph):
-        if node.meta.get("specache_name") in past:
-            _fail(node, "the graph still reads the contents of a handle")
-    for node in gm.graph.nodes:
-        value = value_of(node)
-        for tensor in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(tensor, torch.SymInt) or (
-                isinstance(tensor, torch.Tensor)
-                and any(isinstance(size, torch.SymInt) for size in tensor.shape)
-            ):
-                _fail(node, "its shape is not static: the graph still knows a length")
+
+
+def _reads(node: Node) -> bool:
+    """Whether it is a layer's attention, and no probe of its scores."""
+    return node.target is _OPS.quantized_attention.default and not node.meta.get(PROBE)
+
+
+def _sizes(value: Any) -> list[Any]:
+    """All sizes in a node's value."""
+    if isinstance(value, (tuple, list)):
+        return [size for item in value for size in _sizes(item)]
+    return list(value.shape) if isinstance(value, torch.Tensor) else [value]

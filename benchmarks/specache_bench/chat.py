@@ -23,7 +23,7 @@ from specache_bench.fetch import VARIABLE, cache_folder
 from specache_bench.lab import Lab
 from specache_bench.starts import in_process
 from specache_bench.workloads import read_windows
-from specache_fx.report.quiet import quiet
+from specache_fx.cli.quiet import quiet
 
 NEW_TOKENS = 16
 _LONGEST = 1500

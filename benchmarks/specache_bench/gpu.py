@@ -34,9 +34,9 @@ from specache_bench import gpu_checks
 from specache_bench.records import Method
 from specache_bench.speed import SIZES, Attention, DecodeSteps, ModelSize
 from specache_bench.timing import memory_bandwidth, seconds_of
+from specache_fx.cli.provenance import provenance
 from specache_fx.compiled import uncompile
 from specache_fx.config import SpecacheConfig
-from specache_fx.report.provenance import provenance
 from specache_fx.runtime import triton_ops
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,7 +18,7 @@ from specache_bench.lab import Lab
 from specache_bench.records import Method, read_spelling
 from specache_bench.report import Table
 from specache_bench.workloads import Continuations, Prompts, Windows
-from specache_fx.report.provenance import provenance
+from specache_fx.cli.provenance import provenance
 
 _DATA: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 MODELS: dict[str, Any] = _DATA["models"]

@@ -13,9 +13,9 @@ import specache_bench
 from specache_bench.lab import Lab, digest_of
 from specache_bench.records import Job, Method, Record, Store
 from specache_bench.workers import KVPRESS
+from specache_fx.cli.provenance import provenance
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import SpecacheError
-from specache_fx.report.provenance import provenance
 
 # Modules of the laboratory whose source doesn't decide a record's numbers.
 _APART = (

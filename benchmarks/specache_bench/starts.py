@@ -22,8 +22,8 @@ import torch
 import specache_fx
 from specache_bench.lab import Lab
 from specache_bench.workloads import read_windows
+from specache_fx.cli.quiet import quiet
 from specache_fx.errors import ConfigError
-from specache_fx.report.quiet import quiet
 from specache_fx.saved import fingerprint
 from specache_fx.saved.saving import FILE
 

@@ -1,1 +1,1 @@
-"""Reports: what a model's attentions became, memory plans, the demo, progress."""
+"""Reports for callers: what a model's attentions became, statistics, traces, progress."""

@@ -59,7 +59,7 @@ def test_package_and_gpu_script_need_nothing_that_the_gpu_machine_lacks(tmp_path
     """Without a compiler, the model runs operator by operator; without optree, a cache is found in a container."""
     program = """
     import logging, runpy
-    import specache_fx.api, specache_fx.backend, specache_fx.report.explanation, specache_fx.report.plan
+    import specache_fx.api, specache_fx.backend, specache_fx.report.explanation, specache_fx.cli.plan
     logging.basicConfig(format="%(message)s", stream=sys.stdout)
     """
     program += GENERATION.format(inference=False)

@@ -25,11 +25,11 @@ from transformers import (
 from typer.testing import CliRunner
 
 from specache_fx.cli import app
+from specache_fx.cli.demo import METHODS
+from specache_fx.cli.plan import Prompt, plan
 from specache_fx.config import BITS, SpecacheConfig
 from specache_fx.errors import ConfigError
-from specache_fx.report.demo import METHODS
-from specache_fx.report.model_shape import ModelShape
-from specache_fx.report.plan import plan
+from specache_fx.runtime.layout import LayerShape
 from specache_fx.sizes import format_size, parse_size
 
 MISTRAL_7B = ["--layers", "32", "--kv-heads", "8", "--head-dim", "128", "--context", "32768"]
@@ -95,8 +95,9 @@ def test_plan_writes_what_plan_computes(
     args = [*MISTRAL_7B, "--batch", 3, "--dtype", "float32", *args]
     report = planned(tmp_path, *args)
     assert [row["bits"] for row in report["rows"]] == widths
+    prompt = Prompt([LayerShape(8, 128, 128)] * 32, 32768, 3, "float32")
     for row in report["rows"]:
-        made = plan(ModelShape(32, 8, 128, "float32"), 32768, 3, SpecacheConfig(bits=row["bits"], **options))
+        made = plan(prompt, SpecacheConfig(bits=row["bits"], **options))
         assert row == {"bits": row["bits"], "ratio": made.ratio, **vars(made)}
     text = said(run("plan", *args))
     for name in ("sink_tokens", "resident_layers"):
@@ -110,6 +111,12 @@ def test_plan_for_a_budget_names_the_largest_batch(tmp_path: Path) -> None:
     assert row["largest_batch"] * row["device_bytes_peak"] <= 40 * 2**30
     assert (row["largest_batch"] + 1) * row["device_bytes_peak"] > 40 * 2**30
     assert str(row["largest_batch"]) in said(run("plan", *MISTRAL_7B, "--bits", 1, "--budget", "40GiB"))
+
+
+def counted(
+    layers: int, heads: int, key_dim: int, value_dim: int, window: int | None = None
+) -> dict[str, Any]:
+    return {"layers": layers, **LayerShape(heads, key_dim, value_dim, window)._asdict()}
 
 
 TINY = {"num_hidden_layers": 3, "num_attention_heads": 4, "hidden_size": 64, "max_position_embeddings": 512}
@@ -134,35 +141,62 @@ def test_plan_reads_a_models_config(
     tmp_path: Path, config: PreTrainedConfig, shape: tuple[int, int, int, int, str]
 ) -> None:
     config.save_pretrained(tmp_path)
-    names = ("layers", "num_kv_heads", "head_dim", "context", "dtype")
+    layers, heads, head_dim, context, dtype = shape
+    shapes = [counted(layers, heads, head_dim, head_dim)]
     for model in (tmp_path, tmp_path / "config.json"):
         settings = planned(tmp_path, "--model", model)["settings"]
-        assert tuple(settings[name] for name in names) == shape
+        assert settings == {
+            "shapes": shapes,
+            "context": context,
+            "batch": 1,
+            "dtype": dtype,
+            "budget_bytes": None,
+        }
     assert planned(tmp_path, "--model", tmp_path, "--context", 64)["settings"]["context"] == 64
-    assert "context=0" in said(run("plan", "--model", tmp_path, "--context", 0))
 
 
 @pytest.mark.parametrize(
-    ("config", "windows"),
+    ("config", "shapes"),
     [
-        (MistralConfig(**TINY, num_key_value_heads=2, sliding_window=64), (3, 3, 64)),
-        (Gemma3TextConfig(**TINY, num_key_value_heads=2, sliding_window=32), (3, 3, 32)),
-        (Gemma3TextConfig(**{**TINY, "num_hidden_layers": 12}, sliding_window=32), (12, 10, 32)),
-        (Llama4TextConfig(**{**TINY, "num_hidden_layers": 8}, attention_chunk_size=128), (8, 6, 128)),
-        (Gemma3nTextConfig(num_hidden_layers=20, num_kv_shared_layers=10), (10, 8, 512)),
+        (
+            MistralConfig(**TINY, num_key_value_heads=2, sliding_window=64),
+            [counted(3, 2, 16, 16, 64)],
+        ),
+        (
+            Gemma3TextConfig(**TINY, num_key_value_heads=2, sliding_window=32),
+            [counted(3, 2, 256, 256, 32)],
+        ),
+        (
+            Gemma3TextConfig(**{**TINY, "num_hidden_layers": 12}, sliding_window=32),
+            [counted(10, 4, 256, 256, 32), counted(2, 4, 256, 256)],
+        ),
+        (
+            Llama4TextConfig(
+                **{**TINY, "num_hidden_layers": 8}, num_key_value_heads=2, attention_chunk_size=128
+            ),
+            [counted(6, 2, 128, 128, 128), counted(2, 2, 128, 128)],
+        ),
+        (
+            Gemma3nTextConfig(num_hidden_layers=20, num_kv_shared_layers=10),
+            [counted(8, 2, 256, 256, 512), counted(2, 2, 256, 256)],
+        ),
+        (DeepseekV3Config(num_hidden_layers=4), [counted(4, 1, 64, 512)]),
     ],
-    ids=["mistral", "gemma3-windows-alone", "gemma3", "llama4", "gemma3n"],
+    ids=["mistral", "gemma3-windows-alone", "gemma3", "llama4", "gemma3n", "latent"],
 )
-def test_plan_reads_windows_and_shared_layers(
-    tmp_path: Path, config: PreTrainedConfig, windows: tuple[int, int, int]
+def test_plan_sees_windows_shared_layers_and_latents(
+    tmp_path: Path, config: PreTrainedConfig, shapes: list[dict[str, Any]]
 ) -> None:
     config.save_pretrained(tmp_path)
-    report = planned(tmp_path, "--model", tmp_path, "--context", 1000)
-    settings = report["settings"]
-    assert (settings["layers"], settings["window_layers"], settings["window"]) == windows
-    assert f"{windows[1]} layers keep a window of {windows[2]} tokens" in said(
-        run("plan", "--model", tmp_path, "--context", 1000)
-    )
+    args = "--model", tmp_path, "--context", 1000
+    report = planned(tmp_path, *args)
+    assert report["settings"]["shapes"] == shapes
+    title = said(run("plan", *args))
+    for shape in shapes:
+        dims = shape["key_dim"], shape["value_dim"]
+        width = dims[0] if dims[0] == dims[1] else f"({dims[0]} + {dims[1]})"
+        window = f" in a window of {shape['window']} tokens" if shape["window"] else ""
+        assert f"{shape['layers']} layers x {shape['num_kv_heads']} kv heads x {width}{window}," in title
 
 
 def test_explain_runs_the_first_layers_of_a_config(tmp_path: Path) -> None:
@@ -176,28 +210,14 @@ def test_explain_runs_the_first_layers_of_a_config(tmp_path: Path) -> None:
         "specache.quantized_attention" in result.output
         and "1 attention rewritten, 0 left alone" in result.output
     )
-    assert "has no config that transformers can read" in refused("explain", tmp_path / "nowhere")
-
-
-def test_plan_reads_latent_attention(tmp_path: Path) -> None:
-    DeepseekV3Config(num_hidden_layers=61).save_pretrained(tmp_path)
-    report = planned(tmp_path, "--model", tmp_path, "--context", 1000)
-    settings = report["settings"]
-    assert [settings[name] for name in ("layers", "num_kv_heads", "head_dim", "value_dim")] == [
-        61,
-        1,
-        64,
-        512,
-    ]
-    assert report["rows"][0]["full_bytes"] == 61 * 1000 * (64 + 512) * 2
-    assert "1 kv heads x (64 + 512)" in said(run("plan", "--model", tmp_path, "--context", 1000))
+    assert "There is no file or folder" in refused("explain", tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (DeepseekV32Config(num_hidden_layers=2), "index_topk"),
-        (Qwen3NextConfig(num_hidden_layers=4), "linear_attention"),
+        (DeepseekV32Config(num_hidden_layers=2), "DynamicIndexedLayer"),
+        (Qwen3NextConfig(num_hidden_layers=4), "LinearAttentionLayer"),
     ],
     ids=["index", "hybrid"],
 )
@@ -214,7 +234,8 @@ def test_plan_refuses_models_with_other_caches(tmp_path: Path, config: PreTraine
         (["--layers", "2"], "--kv-heads, --head-dim, --context missing"),
         ([*MISTRAL_7B, "--budget", "lots"], "'lots' is not a size"),
         ([*MISTRAL_7B, "--bits", "3"], "bits=3 is not valid: choose one of 1, 2, 4, 8, 16"),
-        ([*MISTRAL_7B, "--batch", "0"], "batch=0 is not valid"),
+        ([*MISTRAL_7B, "--batch", "0"], "Invalid value for '--batch'"),
+        ([*MISTRAL_7B, "--context", "0"], "Invalid value for '--context'"),
         ([*MISTRAL_7B, "--resident-layers", "-1"], "resident_layers=-1 is not valid"),
         ([*MISTRAL_7B, "--policy", "kcache", "--bits", "2"], "bits=2 contradicts policy='kcache'"),
         ([*MISTRAL_7B, "--policy", "magic"], "choose one of 'specache', 'kivi'"),
@@ -222,9 +243,9 @@ def test_plan_refuses_models_with_other_caches(tmp_path: Path, config: PreTraine
         ([*MISTRAL_7B, "--model", "somewhere"], "give one or the others"),
         (
             ["--model", "/nowhere"],
-            "Invalid value: There is no file or folder '/nowhere'. Give --model a folder",
+            "Invalid value: There is no file or folder '/nowhere'. Give a folder",
         ),
-        (["--model", "tests"], "Invalid value: The folder 'tests' has no config.json. Give --model a folder"),
+        (["--model", "tests"], "Invalid value: The folder 'tests' has no config.json. Give a folder"),
         (
             ["--model", "pyproject.toml"],
             "Invalid value: The config of model 'pyproject.toml' can't be read. Give",
@@ -268,10 +289,8 @@ def test_demo_runs_every_method_and_writes_what_it_measured(tmp_path: Path, fres
         kivi, specache = rows[f"KIVI {bits}-bit"], rows[f"SpeCache {bits}-bit, token"]
         # The window's buffer is what grew since prefill.
         config = SpecacheConfig(policy="kivi", bits=bits, residual_length=128)
-        assert plan(ModelShape(layers, heads, head_dim), 402, 1, config).device_bytes < kivi["device_bytes"]
-        assert (
-            kivi["device_bytes"] < plan(ModelShape(layers, heads, head_dim), 402, 1, config).device_bytes_peak
-        )
+        made = plan(Prompt([LayerShape(heads, head_dim, head_dim)] * layers, 402), config)
+        assert made.device_bytes < kivi["device_bytes"] < made.device_bytes_peak
         assert kivi["host_bytes"] is kivi["exact_hit_rate"] is kivi["prefetched_bytes_per_step"] is None
         assert specache["ratio"] < 1
         assert specache["host_bytes"] > 0

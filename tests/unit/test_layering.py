@@ -17,9 +17,7 @@ FOLDERS = {"specache_fx": "specache_fx", "passes": "specache_fx.passes", "runtim
 
 # Highest first. A name stands for itself and, if it is a package, for all in it that has no line of its own.
 RANKS: tuple[tuple[str, ...], ...] = (
-    ("specache_fx.cli",),
-    ("specache_fx.report.cli_common",),
-    ("specache_fx.report.demo",),
+    ("specache_fx.cli",),  # which nothing of the core imports
     ("specache_fx.examples",),
     ("specache_fx",),  # only its __init__
     ("specache_fx.entry_point",),
@@ -29,7 +27,6 @@ RANKS: tuple[tuple[str, ...], ...] = (
     (
         "specache_fx.report.explanation",
         "specache_fx.api",
-        "specache_fx.report.plan",
         "specache_fx.report.chrome_trace",
     ),
     ("specache_fx.calls.dispatcher",),
@@ -117,11 +114,10 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.runtime.cudart",),
     ("specache_fx.runtime.library_cache", "specache_fx.runtime.machine_memory"),
     ("specache_fx.runtime",),  # only its __init__, which imports nothing
-    ("specache_fx.report.quiet", "specache_fx.direct.inductor_start"),
+    ("specache_fx.direct.inductor_start",),
     ("specache_fx.calls.this_thread",),
     ("specache_fx.report.progress",),
-    ("specache_fx.config", "specache_fx.sizes", "specache_fx.report.model_shape"),
-    ("specache_fx.report.provenance",),
+    ("specache_fx.config", "specache_fx.sizes"),
     ("specache_fx.compiled", "specache_fx.saved.cache_tree"),
     ("specache_fx.direct.model_state",),
     ("specache_fx.errors", "specache_fx._log"),
@@ -154,6 +150,7 @@ PACKAGES = (
     "specache_fx.capture.caches",
     "specache_fx.capture.graph",
     "specache_fx.capture.positions",
+    "specache_fx.cli",
     "specache_fx.passes",
     "specache_fx.examples",
     "specache_fx.runtime.kernels",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.strategies import HEAD_DIMS, configs, policies, quantizers
 
+from specache_fx.cli.plan import MemoryPlan, Prompt, plan, plan_rows
 from specache_fx.config import SpecacheConfig
-from specache_fx.errors import ConfigError
-from specache_fx.report.model_shape import ModelShape
-from specache_fx.report.plan import MemoryPlan, largest_batch, plan
 from specache_fx.runtime.layout import LayerShape
 from specache_fx.runtime.session import Session
 
-LLAMA_2_7B = (ModelShape(32, 32, 128), 4096)
-LLAMA_2_13B = (ModelShape(40, 40, 128), 4096)
-MISTRAL_7B = (ModelShape(32, 8, 128), 32768)
-LLAMA_3_8B = (ModelShape(32, 8, 128), 8192)
+LLAMA_2_7B = Prompt([LayerShape(32, 128, 128)] * 32, 4096)
+LLAMA_2_13B = Prompt([LayerShape(40, 128, 128)] * 40, 4096)
+MISTRAL_7B = Prompt([LayerShape(8, 128, 128)] * 32, 32768)
+LLAMA_3_8B = Prompt([LayerShape(8, 128, 128)] * 32, 8192)
 
 # Paper: SpeCache Table 1, "KV Cache Size", the rows "+ SpeCache"; all that it has.
 TABLE_1 = [
@@ -41,25 +39,23 @@ TABLE_1 = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "bits", "group_size", "ratio"), TABLE_1)
-def test_ratio_equals_the_papers_table_1(
-    shape: tuple[ModelShape, int], bits: int, group_size: int, ratio: str
-) -> None:
+@pytest.mark.parametrize(("prompt", "bits", "group_size", "ratio"), TABLE_1)
+def test_ratio_equals_the_papers_table_1(prompt: Prompt, bits: int, group_size: int, ratio: str) -> None:
     sizes = {"group_size": group_size, "residual_length": 64, "top_k": 64}
     config = SpecacheConfig(bits=bits, quantizer="kivi", **sizes)
-    assert f"{plan(*shape, 1, config).ratio:.2f}" == ratio
+    assert f"{plan(prompt, config).ratio:.2f}" == ratio
     # The paper's KIVI rows keep 128 residual tokens and stage none, and are given the same size. They are smaller,
     # by the codes and indices of the 64 tokens that are staged: it shows at 4k tokens, by 0.003.
     kivi = replace(config, policy="kivi", residual_length=128)
-    assert float(ratio) - 0.01 < plan(*shape, 1, kivi).ratio < plan(*shape, 1, config).ratio
+    assert float(ratio) - 0.01 < plan(prompt, kivi).ratio < plan(prompt, config).ratio
 
 
 def test_readme_gives_the_plans_sizes() -> None:
     readme = " ".join((Path(__file__).parents[2] / "README.md").read_text().split())
-    two, one = (plan(*MISTRAL_7B, 1, SpecacheConfig(bits=bits)) for bits in (2, 1))
+    two, one = (plan(MISTRAL_7B, SpecacheConfig(bits=bits)) for bits in (2, 1))
     sizes = [f"{sizes.device_bytes / 2**20:.1f} MiB ({sizes.ratio:.2f}x)" for sizes in (two, one)]
     assert f"At 2 bits the device holds {sizes[0]}, at 1 bit {sizes[1]}; the host holds 4.0 GiB." in readme
-    short = plan(MISTRAL_7B[0], 1024, 1, SpecacheConfig(bits=2))
+    short = plan(replace(MISTRAL_7B, context=1024), SpecacheConfig(bits=2))
     decoding = short.device_bytes_peak / short.full_bytes
     assert f"1,024 tokens take {short.ratio:.2f}x at 2 bits, and {decoding:.2f}x while decoding." in readme
 
@@ -129,9 +125,7 @@ def test_plan_equals_what_a_session_allocates(
     shapes = (LayerShape(heads, *dims),) * (layers - window_layers)
     shapes = (LayerShape(heads, *dims, window),) * window_layers + shapes
     session = session_of(config, shapes, (batch, context, dtype))
-    name = str(dtype).removeprefix("torch.")
-    shape = ModelShape(layers, heads, dims[0], name, window_layers, window, value_dim=dims[1])
-    planned = plan(shape, context, batch, config)
+    planned = plan(Prompt(shapes, context, batch, str(dtype).removeprefix("torch.")), config)
     assert allocated(session, tokens_until_a_group(config, context)) == planned
 
 
@@ -165,8 +159,9 @@ def test_nothing_moves_until_there_are_more_tokens_than_were_reserved(
 @pytest.mark.parametrize("context", [1, 63, 64, 127, 128, 191, 192, 255, 4096, 5000])
 def test_plan_equals_a_session_where_lengths_meet_groups(context: int) -> None:
     config = SpecacheConfig(bits=1)
-    session = session_of(config, (LayerShape(1, 32, 32),), (1, context, torch.bfloat16))
-    planned = plan(ModelShape(1, 1, 32), context, 1, config, device="cpu")
+    shapes = (LayerShape(1, 32, 32),)
+    session = session_of(config, shapes, (1, context, torch.bfloat16))
+    planned = plan(Prompt(shapes, context), config, device="cpu")
     assert allocated(session, tokens_until_a_group(config, context)) == planned
 
 
@@ -174,46 +169,28 @@ def test_plan_equals_a_session_where_lengths_meet_groups(context: int) -> None:
     ("bits", "group_size", "ratio"), [row[1:] for row in TABLE_1 if row[0] == LLAMA_3_8B]
 )
 def test_session_of_llama_3s_layer_has_the_papers_ratio(bits: int, group_size: int, ratio: str) -> None:
-    (_, heads, head_dim, *_), context = astuple(LLAMA_3_8B[0]), LLAMA_3_8B[1]
     config = SpecacheConfig(bits=bits, group_size=group_size, quantizer="kivi", lookahead="token")
-    session = session_of(config, (LayerShape(heads, head_dim, head_dim),), (1, context, torch.bfloat16))
+    session = session_of(config, (LLAMA_3_8B.shapes[0],), (1, LLAMA_3_8B.context, torch.bfloat16))
     measured = session.device_bytes / session.full_bytes
     session.close()
     assert f"{measured:.2f}" == ratio
-    assert measured == plan(*LLAMA_3_8B, 1, config).ratio  # one layer's ratio is that of all
+    assert measured == plan(LLAMA_3_8B, config).ratio  # one layer's ratio is that of all
 
 
 def test_largest_batch_fits_and_one_more_does_not() -> None:
     config = SpecacheConfig(bits=2)
     budget = 40 * 2**30
-    batch = largest_batch(budget, *MISTRAL_7B, config)
-    assert batch > 10 * (budget // plan(*MISTRAL_7B, 1, config).full_bytes) // 2
-    assert plan(*MISTRAL_7B, batch, config).device_bytes_peak <= budget
-    assert plan(*MISTRAL_7B, batch + 1, config).device_bytes_peak > budget
-    assert largest_batch(1000, *MISTRAL_7B, config) == 0
+    (row,) = plan_rows(MISTRAL_7B, {}, [2], budget)
+    batch = row["largest_batch"]
+    assert batch > 10 * (budget // plan(MISTRAL_7B, config).full_bytes) // 2
+    assert plan(replace(MISTRAL_7B, batch=batch), config).device_bytes_peak <= budget
+    assert plan(replace(MISTRAL_7B, batch=batch + 1), config).device_bytes_peak > budget
+    assert plan_rows(MISTRAL_7B, {}, [2], 1000)[0]["largest_batch"] == 0
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"layers": 0}, "layers=0"),
-        ({"context": -1}, "context=-1"),
-        ({"batch": 1.5}, "batch=1.5"),
-        ({"value_dim": 0}, "value_dim=0"),
-        ({"dtype": "int8"}, "dtype='int8'"),
-        ({"window_layers": 2, "window": 8}, "window_layers=2"),
-        ({"window_layers": 1}, "window=None"),
-    ],
-)
-def test_plan_refuses_sizes_that_cannot_be(change: dict[str, object], message: str) -> None:
-    sizes: dict[str, Any] = {
-        "layers": 1,
-        "num_kv_heads": 1,
-        "head_dim": 8,
-        "context": 8,
-        "batch": 1,
-        **change,
-    }
-    context, batch = sizes.pop("context"), sizes.pop("batch")
-    with pytest.raises(ConfigError, match=message):
-        plan(ModelShape(**sizes), context, batch, SpecacheConfig())
+def test_layers_of_any_shapes_add_up() -> None:
+    config = SpecacheConfig(bits=2, resident_layers=1, lookahead="token")
+    shapes = (LayerShape(1, 16, 16, 20), LayerShape(2, 32, 64), LayerShape(4, 16, 32), LayerShape(1, 8, 8))
+    planned = plan(Prompt(shapes, 200, dtype="float32"), config)
+    session = session_of(config, shapes, (1, 200, torch.float32))
+    assert allocated(session, tokens_until_a_group(config, 200)) == planned

@@ -5,21 +5,22 @@ Commands import torch and transformers inside, so that `--help` and bad options 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from typer import Option
 
+from specache_fx.cli.common import JsonFile, as_bad_parameter, check_dtype, check_folder, write_json
 from specache_fx.config import POLICIES, SpecacheConfig
 from specache_fx.errors import ConfigError
-from specache_fx.report.cli_common import JsonFile, as_bad_parameter, check_dtype, check_folder, write_json
-from specache_fx.report.model_shape import ModelShape, load_model_shape
 from specache_fx.sizes import parse_size
+
+if TYPE_CHECKING:
+    from specache_fx.cli.plan import Prompt
 
 _DEFAULTS = SpecacheConfig()
 
@@ -46,12 +47,14 @@ def main(
 
 @app.command("plan")
 def plan_command(
-    layers: Annotated[int | None, Option(help="Attention layers.")] = None,
-    kv_heads: Annotated[int | None, Option(help="Key/value heads of a layer.")] = None,
-    head_dim: Annotated[int | None, Option(help="Channels of a key and of a value.")] = None,
+    layers: Annotated[int | None, Option(min=1, help="Attention layers.")] = None,
+    kv_heads: Annotated[int | None, Option(min=1, help="Key/value heads of a layer.")] = None,
+    head_dim: Annotated[int | None, Option(min=1, help="Channels of a key and of a value.")] = None,
     model: Annotated[str | None, Option(help="Instead: a transformers model's folder, file or name.")] = None,
-    context: Annotated[int | None, Option(help="Of a sequence; the model's longest by default.")] = None,
-    batch: Annotated[int, Option(help="Sequences.")] = 1,
+    context: Annotated[
+        int | None, Option(min=1, help="Of a sequence; the model's longest by default.")
+    ] = None,
+    batch: Annotated[int, Option(min=1, help="Sequences.")] = 1,
     bits: Annotated[int | None, Option(help="Width of the device copy's codes; all by default.")] = None,
     group_size: Annotated[int, Option(help="Tokens or channels that share a scale.")] = _DEFAULTS.group_size,
     residual_length: Annotated[int, Option(help="Newest tokens at 16 bits.")] = _DEFAULTS.residual_length,
@@ -67,15 +70,14 @@ def plan_command(
     json_file: JsonFile = None,
 ) -> None:
     """Plan the bytes of a KV cache on the device and on the host."""
-    from specache_fx.report.plan import PlanSettings, plan_rows, plan_table
+    from specache_fx.cli.plan import plan_rows, plan_table
 
     check_folder(json_file)
+    sizes = {"--layers": layers, "--kv-heads": kv_heads, "--head-dim": head_dim}
     with as_bad_parameter():
         budget_bytes = None if budget is None else parse_size(budget)
-        shape, context = _shape(model, layers, kv_heads, head_dim, context)
-        shape = shape if dtype is None else replace(shape, dtype=dtype)
-        check_dtype(shape.dtype)
-        settings = PlanSettings(shape, context, batch, budget_bytes)
+        prompt = _prompt(model, sizes, context, batch, dtype)
+        check_dtype(prompt.dtype)
         options = {
             "policy": policy,
             **({} if quantizer is None else {"quantizer": quantizer}),
@@ -85,30 +87,42 @@ def plan_command(
             "resident_layers": resident_layers,
             "sink_tokens": sink_tokens,
         }
-        rows = plan_rows(settings, options, None if bits is None else [bits])
-    Console().print(plan_table(settings, options, rows))
-    write_json(json_file, {"settings": settings.to_json(), "options": options, "rows": rows})
+        rows = plan_rows(prompt, options, None if bits is None else [bits], budget_bytes)
+    Console().print(plan_table(prompt, options, rows, budget_bytes))
+    settings = {**prompt.to_json(), "budget_bytes": budget_bytes}
+    write_json(json_file, {"settings": settings, "options": options, "rows": rows})
 
 
-def _shape(
-    model: str | None, layers: int | None, kv_heads: int | None, head_dim: int | None, context: int | None
-) -> tuple[ModelShape, int]:
-    """The sizes of a model's cache and its tokens: those that are given, or a transformers model's.
+def _prompt(
+    model: str | None, sizes: dict[str, Any], context: int | None, batch: int, dtype: str | None
+) -> Prompt:
+    """The prompt whose cache is planned, of the sizes that are given, or of a transformers model's.
 
     Raises:
         ConfigError: If a size is missing or given twice.
     """
-    sizes: dict[str, Any] = {"--layers": layers, "--kv-heads": kv_heads, "--head-dim": head_dim}
-    shape = None
+    from specache_fx.cli.plan import Prompt
+    from specache_fx.cli.quiet import quiet
+    from specache_fx.runtime.layout import LayerShape
+
+    needed = {**({} if model else sizes), "--context": context}
     if model is not None:
         if any(size is not None for size in sizes.values()):
             raise ConfigError("--model brings --layers, --kv-heads and --head-dim: give one or the others.")
-        shape, longest = load_model_shape(model)
-        sizes, context = {}, longest if context is None else context
-    missing = [name for name, size in (sizes | {"--context": context}).items() if size is None]
-    if missing or context is None:
+        with quiet():
+            from specache_fx.cli.cache_shapes import cache_shapes, load_config
+
+            config = load_config(model)
+            shapes, own_dtype = cache_shapes(config)
+        dtype = dtype or own_dtype
+        text = config.get_text_config(decoder=True)
+        needed["--context"] = context or getattr(text, "max_position_embeddings", None)
+    if missing := [name for name, size in needed.items() if size is None]:
         raise ConfigError(f"{', '.join(missing)} missing: give them, or --model with a transformers model.")
-    return shape or ModelShape(*sizes.values()), context
+    if model is None:
+        layers, heads, width = sizes.values()
+        shapes = [LayerShape(heads, width, width)] * layers
+    return Prompt(shapes, needed["--context"], batch, dtype or Prompt.dtype)
 
 
 @app.command("explain")
@@ -120,19 +134,16 @@ def explain_command(
     tokens: Annotated[int, Option(min=2, help="Of the prompt that is traced.")] = 16,
 ) -> None:
     """Say what becomes of a model's attention, and why, by running its first layers once."""
-    from specache_fx.report.quiet import quiet
+    from specache_fx.cli.quiet import quiet
 
     with quiet(), as_bad_parameter():
         import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
 
+        from specache_fx.cli.cache_shapes import load_config
         from specache_fx.report.explanation import explain
 
-        try:
-            config = AutoConfig.from_pretrained(model)
-        except (OSError, ValueError) as error:
-            first = str(error).strip().splitlines()[0]
-            raise ConfigError(f"{model!r} has no config that transformers can read ({first}).") from error
+        config = load_config(model)
         text = config.get_text_config(decoder=True)
         text.num_hidden_layers = min(layers, text.num_hidden_layers)
         if getattr(text, "layer_types", None):
@@ -164,14 +175,14 @@ def demo_command(
     check_dtype(dtype)
     with as_bad_parameter():
         SpecacheConfig.from_options({"lowering": lowering})
-    from specache_fx.report.quiet import quiet
+    from specache_fx.cli.quiet import quiet
 
     console = Console()
     columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress, quiet(threads), as_bad_parameter():
         # Inside: torchao and transformers print most of their notices while their imports run.
+        from specache_fx.cli.demo import METHODS, DemoSettings, demo_json, demo_table, run_demo
         from specache_fx.examples.needle import MODEL_DIR
-        from specache_fx.report.demo import METHODS, DemoSettings, demo_json, demo_table, run_demo
 
         settings = DemoSettings(
             str(model or MODEL_DIR), prompts, context, records, seed, batch_size, dtype, lowering

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,10 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import specache_fx
+from specache_fx.cli.provenance import provenance
 from specache_fx.compiled import uncompile
 from specache_fx.errors import ConfigError
-from specache_fx.examples.needle.task import ANSWER_LEN, Prompts, make_prompts
-from specache_fx.report.provenance import provenance
-from specache_fx.report.session_stats import SessionStats
+from specache_fx.examples.needle.task import ANSWER_LEN, make_prompts
 from specache_fx.sizes import format_size
 
 _KIVI = {"policy": "kivi", "group_size": 64, "residual_length": 128}
@@ -43,8 +42,8 @@ METHODS: dict[str, dict[str, Any] | None] = {
 }
 
 
-# Of one `generate` call: prompts, those with a right answer, and the KV cache's device bytes and stats.
-Batch = tuple[int, int, int, SessionStats | None]
+# Of one `generate` call: fields of a `DemoRow`, for one prompt.
+Numbers = dict[str, float | None]
 
 
 @dataclass(frozen=True)
@@ -52,13 +51,13 @@ class DemoSettings:
     """Settings of the demo; see `specache-fx demo --help`."""
 
     model: str
-    prompts: int = 100
-    context: int = 2000
-    records: int = 48
-    seed: int = 0
-    batch_size: int = 10
-    dtype: str = "bfloat16"
-    lowering: str = "inductor"
+    prompts: int
+    context: int
+    records: int
+    seed: int
+    batch_size: int
+    dtype: str
+    lowering: str
 
 
 @dataclass(frozen=True)
@@ -89,41 +88,8 @@ class DemoRow:
     seconds: float
     options: dict[str, Any]
 
-    @classmethod
-    def of(
-        cls,
-        method: str,
-        options: dict[str, Any],
-        results: Sequence[Batch],
-        seconds: float,
-    ) -> DemoRow:
-        """Sum batches up; every prompt weighs the same."""
-        numbers, correct, on_device, stats = zip(*results, strict=True)
-        prompts, device_bytes = sum(numbers), sum(on_device)
-        found = [each for each in stats if each is not None]
-        offloads = any(each.host_bytes for each in found)
 
-        def mean(name: str) -> float | None:
-            rates = [
-                (getattr(each, name), weight) for each, weight in zip(stats, numbers, strict=True) if each
-            ]
-            known = [(rate, weight) for rate, weight in rates if rate is not None]
-            return sum(rate * weight for rate, weight in known) / sum(w for _, w in known) if known else None
-
-        return cls(
-            method=method,
-            exact_match=sum(correct) / prompts,
-            device_bytes=device_bytes / prompts,
-            ratio=device_bytes / sum(each.full_bytes for each in found) if found else 1.0,
-            host_bytes=sum(each.host_bytes for each in found) / prompts if offloads else None,
-            exact_hit_rate=mean("exact_hit_rate"),
-            topk_hit_rate=mean("topk_hit_rate"),
-            prefetched_bytes_per_step=sum(each.prefetched_bytes / each.steps for each in found) / prompts
-            if offloads
-            else None,
-            seconds=seconds,
-            options=options,
-        )
+_NUMBERS = tuple(field.name for field in fields(DemoRow))[1:-2]  # but for method, seconds and options
 
 
 def load_model(settings: DemoSettings) -> PreTrainedModel:
@@ -164,36 +130,51 @@ def run_demo(
         if options_used:
             model.compile(backend="specache", options=options_used)
         began = time.perf_counter()
-        results = []
+        batches: list[tuple[int, Numbers]] = []
         try:
-            for result in _answer(model, prompts, settings.batch_size):
-                results.append(result)
-                on_batch(method, result[0])
+            sides = (side.split(settings.batch_size) for side in (prompts.input_ids, prompts.answers))
+            for ids, answers in zip(*sides, strict=True):
+                batches.append((len(ids), _answer(model, ids, answers)))
+                on_batch(method, len(ids))
         finally:
             uncompile(model)
-        rows.append(DemoRow.of(method, options_used, results, time.perf_counter() - began))
+        seconds = time.perf_counter() - began
+        rows.append(DemoRow(method, **_means(batches), seconds=seconds, options=options_used))
     return rows
 
 
-def _answer(model: PreTrainedModel, prompts: Prompts, batch_size: int) -> Iterator[Batch]:
-    for input_ids, answers in zip(
-        prompts.input_ids.split(batch_size), prompts.answers.split(batch_size), strict=True
-    ):
-        out = model.generate(
-            input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            max_new_tokens=ANSWER_LEN,
-            min_new_tokens=ANSWER_LEN,  # all answers are this long: an early end would only skip decode steps
-            do_sample=False,
-            return_dict_in_generate=True,
-        )
-        correct = int((out.sequences[:, input_ids.shape[1] :] == answers).all(dim=1).sum())
-        cache = out.past_key_values
-        stats = None if model._compiled_call_impl is None else specache_fx.stats(cache)
-        device_bytes = (
-            stats.device_bytes if stats else sum(x.keys.nbytes + x.values.nbytes for x in cache.layers)
-        )
-        yield len(input_ids), correct, device_bytes, stats
+def _answer(model: PreTrainedModel, input_ids: torch.Tensor, answers: torch.Tensor) -> Numbers:
+    """The numbers of one batch."""
+    out = model.generate(
+        input_ids,
+        attention_mask=torch.ones_like(input_ids),
+        max_new_tokens=ANSWER_LEN,
+        min_new_tokens=ANSWER_LEN,  # all answers are this long: an early end would only skip decode steps
+        do_sample=False,
+        return_dict_in_generate=True,
+    )
+    correct = (out.sequences[:, input_ids.shape[1] :] == answers).all(dim=1)
+    found: Numbers = dict.fromkeys(_NUMBERS) | {"exact_match": correct.double().mean().item()}
+    cache, batch = out.past_key_values, len(input_ids)
+    if model._compiled_call_impl is None:
+        device_bytes = sum(x.keys.nbytes + x.values.nbytes for x in cache.layers)
+        return found | {"device_bytes": device_bytes / batch, "ratio": 1.0}
+    stats = specache_fx.stats(cache)
+    found |= {"device_bytes": stats.device_bytes / batch, "ratio": stats.device_ratio}
+    found |= {"exact_hit_rate": stats.exact_hit_rate, "topk_hit_rate": stats.topk_hit_rate}
+    if stats.host_bytes:
+        found["host_bytes"] = stats.host_bytes / batch
+        found["prefetched_bytes_per_step"] = stats.prefetched_bytes / stats.steps / batch
+    return found
+
+
+def _means(batches: Sequence[tuple[int, Numbers]]) -> dict[str, Any]:
+    """Each number over all prompts, which weigh the same; None where no batch has it."""
+    means = {}
+    for name in _NUMBERS:
+        known = [(size, value) for size, numbers in batches if (value := numbers[name]) is not None]
+        means[name] = sum(size * x for size, x in known) / sum(size for size, _ in known) if known else None
+    return means
 
 
 def demo_table(settings: DemoSettings, rows: list[DemoRow]) -> Table:
