@@ -40,7 +40,7 @@ from specache_fx.lowering import Compiled, example_state, layer_form, lower, low
 from specache_fx.passes.pipeline import BINDING_PASSES, OPTIONAL, Observer, run_passes
 from specache_fx.resets import reset
 from specache_fx.runners.base import Extend, LeftAlone, Prefill, compiling
-from specache_fx.runners.border import AtBorder, UnwrapSubclasses, as_taken
+from specache_fx.runners.border import AtBorder, UnwrapSubclasses
 from specache_fx.runners.decode_runner import Decode
 from specache_fx.runners.fixed_runner import FixedCacheRunner, Growing
 from specache_fx.runtime.handle_form import is_laid_out
@@ -49,18 +49,6 @@ from specache_fx.runtime.kernels import check_forms, check_kernel, choose_kernel
 from specache_fx.runtime.quant import make_quantizer
 
 logger = logging.getLogger(__name__)
-
-
-def _unread(gm: GraphModule, found: graph_breaks.Break | None) -> LeaveAlone:
-    """Why caches that a graph writes in place are left alone, where it has no attention over them."""
-    remedy = (
-        f"{CACHE_SO}. Write each call's tokens at once. {LEAVE}."
-        if found is None
-        else f"{found}. {found.remedy}"
-    )
-    return LeaveAlone(
-        f"its caches are written in place, and {reader_of(mutated_inputs(gm.graph), 'them')}", remedy
-    )
 
 
 def check_names(config: SpecacheConfig) -> None:
@@ -137,15 +125,12 @@ class Backend:
         Returns:
             Its runner; None where not all of its attention is rewritten.
         """
-        config = config.for_device(device_kind(gm.graph))
         if buffer_reads(masks_alone_as_sdpa(gm)):
             return None
-        inputs = [value_of(node) for node in placeholders(gm.graph)]
-        program = replace(analyse(gm, config), values=values)
-        rewritten = run_passes(gm, program, BINDING_PASSES[program.phase])
+        program = analyse(gm, config.for_device(device_kind(gm.graph)))
         if program.phase is not Phase.DECODE or program.refusals:
             return None
-        return runner_of(rewritten, inputs, program)
+        return bind(gm, replace(program, values=values))
 
     def given_up(self, frame: Any, error: Exception, options: Any) -> str | None:
         """Say that Dynamo skips a frame with attention over a cache: `dynamo_hooks` calls this.
@@ -222,9 +207,7 @@ class _Compile:
         """The runner of a graph that returns its caches with the new tokens appended."""
         program = self._analysed(graph)
         self._refused = program.refusals
-        inputs = placeholders(graph.graph)  # Dynamo's, and those that were added
-        program = trace_as_growing(inputs, program)
-        graph = run_passes(graph, program, BINDING_PASSES[program.phase], self._observe)
+        program = trace_as_growing(program, placeholders(graph.graph))
         self._report(program)
         devices = sorted({str(value_of(site.keys.new).device) for site in program.sites})
         if len(devices) > 1:
@@ -234,10 +217,13 @@ class _Compile:
         if program.phase is Phase.NO_CACHE:
             found = self._piece.found
             if self._writes and not program.refusals:
-                raise _unread(graph, found)
-            self._writes = False  # what it writes into is named as a refusal
+                remedy = f"{CACHE_SO}. Write each call's tokens at once. {LEAVE}."
+                raise LeaveAlone(
+                    f"its caches are written in place, and {reader_of(mutated_inputs(graph.graph), 'them')}",
+                    remedy if found is None else f"{found}. {found.remedy}",
+                )
             raise LeaveAlone("" if found is None else f"This graph is a piece. {found}. {found.remedy}", "")
-        return runner_of(graph, as_taken(program, flatten(self._inputs)), program, self._observe)
+        return bind(graph, program, self._observe)
 
     def _with_buffers(self, graph: GraphModule, reads: Sequence[BufferRead]) -> Compiled:
         """The runner of a graph that writes its caches in place."""
@@ -256,19 +242,18 @@ class _Compile:
         follows = has_past(reads)
         runner, plan = self._grown(graph, reads, follows)
         if plan is not None and plan.q_len == 1:  # within Dynamo's trace, which may start over
-            count_as_growing(plan.positions.graph)
+            rows: Any = plan.positions.graph.graph.output_node().args[0]
+            count_as_growing({row for row in rows if type(row) is int})
         return FixedCacheRunner(make_later, follows, (runner, plan))
 
     def _grown(self, graph: GraphModule, reads: Sequence[BufferRead], has_past: bool) -> Growing:
         """The runner of calls with a past, or of those without, with caches that grow in place of buffers."""
         graph, plan = grow(graph, reads, has_past=has_past)
         program = self._analysed(graph, plan.starts + plan.positions.inputs)
-        examples = [value_of(node) for node in placeholders(graph.graph)]  # newest ids are one more
         buffers = {buffer.input for buffer in plan.buffers}
         program = replace(
             program, weights={i: name for i, name in program.weights.items() if i not in buffers}
         )
-        graph = run_passes(graph, program, BINDING_PASSES[program.phase], self._observe)
         if program.refusals:
             first = program.refusals[0]
             raise LeaveAlone(f"its caches are written in place, and {first.message}", first.remedy)
@@ -280,7 +265,7 @@ class _Compile:
             roots = [value_of(node) for node in placeholders(plan.shown.graph.graph)]
             lowered = lower(plan.shown.graph, roots, self._config.lowering)
             plan = replace(plan, shown=plan.shown._replace(graph=lowered))
-        return runner_of(graph, examples, program, self._observe), plan
+        return bind(graph, program, self._observe), plan
 
     def _report(self, program: Program) -> None:
         """Name the attentions that are left alone."""
@@ -319,18 +304,17 @@ class _Compile:
         )
 
 
-def runner_of(
-    gm: GraphModule, inputs: Sequence[Any], program: Program, observe: Observer | None = None
-) -> Compiled:
-    """The runner of a graph in which attentions are rewritten.
+def bind(gm: GraphModule, program: Program, observe: Observer | None = None) -> Compiled:
+    """Rewrite a graph by `BINDING_PASSES`, and make its runner.
 
     Args:
-        gm: The graph after `BINDING_PASSES`.
-        inputs: Example inputs, as the graph takes them.
-        program: The findings on it.
-        observe: Sees the decode graph.
+        gm: The graph in normal form; edited in place.
+        program: The findings on it, attentions that can be rewritten among them.
+        observe: Sees the graph after each pass.
     """
     graph_breaks.note_rewritten(program)
+    inputs = [value_of(node) for node in placeholders(gm.graph)]
+    gm = run_passes(gm, program, BINDING_PASSES[program.phase], observe)
     config, kv = program.config, value_of(program.sites[0].keys.new)
     choose_kernel(config.kernel, kv.device)
     check_forms(config.kernel, [layer_form(program, site, config.num_lanes) for site in program.sites])
