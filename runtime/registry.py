@@ -214,17 +214,18 @@ def _end(session: Session) -> None:
     """Free a session whose last handle is gone.
 
     Runs wherever that was dropped, in a garbage collection too. So it must not wait for a lock, nor for a copy that
-    this thread makes, nor change the registry under a function of it that this thread is in. In these cases the next
-    forward pass frees the session.
+    this thread makes, nor change the registry under a function of it that this thread is in, nor call operators under a
+    mode that sees them: a trace would have them in its graph. In these cases the next forward pass frees the session.
     """
     if _open.get(session.number) is not session:  # the parent's: see `_in_child`
         return
     _ended.append(session)
-    if copies_here() or _exits.is_set():
+    if copies_here() or _exits.is_set() or torch._C._len_torch_dispatch_stack():
         return
     if not _lock._is_owned() and _lock.acquire(blocking=False):  # type: ignore[attr-defined]
         try:
-            sweep()
+            with torch._C.DisableTorchFunction():
+                sweep()
         finally:
             _lock.release()
 

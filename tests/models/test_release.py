@@ -15,6 +15,8 @@ import torch
 from support.open_sessions import session_of
 from support.zoo import SMALL, build, left_padded
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 
 import specache_fx
 from specache_fx import CacheHandleError
@@ -69,6 +71,36 @@ def test_a_view_and_a_copy_keep_the_session(model: nn.Module) -> None:
     assert session_of(kept) is session
     del kept
     assert is_free(session)
+
+
+class Calls(TorchFunctionMode):
+    """Notes the functions that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Any] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.made.append(function)
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_session_that_ends_within_a_trace_is_not_in_its_graph(model: nn.Module) -> None:
+    caches = [generate(model)]
+    session = session_of(caches[0])
+
+    def drops(x: Tensor) -> Tensor:
+        caches.clear()
+        return x + 1
+
+    graph = make_fx(drops)(torch.ones(2)).graph
+    assert [node.name for node in graph.nodes] == ["x_1", "add", "output"]
+    caches.append(generate(model))  # the next call frees it
+    assert is_free(session)
+    session = session_of(caches[0])
+    with Calls() as calls:
+        caches.clear()
+    assert is_free(session) and not calls.made
 
 
 def test_a_session_ends_while_the_registry_is_busy(model: nn.Module) -> None:
