@@ -105,7 +105,9 @@ def attention_cores(gm: GraphModule) -> tuple[list[AttentionCore], dict[Node, st
                 cores.append(from_softmax(gm, node, outputs, calls))
         except LeaveAlone as error:
             unknown[node] = error.reason
-    used = ancestors([*own, *(each for core in cores for each in (core.query, core.mask, core.sinks) if each)])
+    used = ancestors(
+        [*own, *(each for core in cores for each in (core.query, core.mask, core.sinks) if each)]
+    )
     for node in reversed(gm.graph.nodes):
         if node not in used:
             gm.graph.erase_node(node)

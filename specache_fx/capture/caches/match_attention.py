@@ -113,8 +113,7 @@ def _match(
     _check_mask(core, keys, values)
     if owner is not None and keys.past is not None and q.shape[2] == 1 and core.mask is not owner.core.mask:
         raise LeaveAlone(f"it reads the cache of attention `{owner.core.node.name}` with another mask")
-    if reading.is_expanded:
-        check_between(reading, inside)
+    check_between(reading, inside)
     return AttentionSite(
         layer=len(owners) // 2 if owner is None else owner.layer,
         core=replace(core, scale=float(core.scale)),  # a symbol where head_dim is open (dynamic=True)

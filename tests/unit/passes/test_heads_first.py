@@ -115,7 +115,7 @@ def test_heads_that_spelt_out_attention_repeats_in_turn_are_groups(with_bias: bo
     pasts = (torch.randn(2, 2, 5, 8) for _ in range(2))
     _, _, program, _ = run(pair, Q, K.transpose(1, 2).contiguous(), *pasts)
     (site,) = program.sites
-    assert (site.expansion is None, site.num_kv_heads) == (not with_bias, 2)
+    assert (site.expansion, site.num_kv_heads, site.core.is_turned) == (None, 2, True)
 
 
 @pytest.mark.parametrize("rotated", [8, 4])  # of 8 channels: a part of them is a cat, but none of tokens
