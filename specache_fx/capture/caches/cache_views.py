@@ -116,7 +116,9 @@ def read_sides(
 
 def _as_operand(side: torch.Tensor, operand: Operand, *, is_tiled: bool) -> torch.Tensor:
     """What an attention reads, of `[batch, num_kv_heads, kv_len, head_dim]`."""
-    heads = operand.num_heads or side.shape[1]
+    rows, batch = value_of(operand.node).shape[0], side.shape[0]
+    known = isinstance(rows, int) and isinstance(batch, int)
+    heads = operand.num_heads or (rows // batch if known else side.shape[1])
     whole = side.repeat(1, heads // side.shape[1], 1, 1) if is_tiled else repeated(side, heads)
     whole = whole.mT if operand.transposed else whole
     return whole if operand.reader.target is SDPA else whole.flatten(0, 1)
