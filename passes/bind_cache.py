@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from specache_fx.capture.attention.run_form import in_model_order
 from specache_fx.capture.graph.graph_edit import add_placeholder, call
 from specache_fx.capture.graph.graph_slices import eliminate_dead_code
 from specache_fx.capture.graph.graph_utils import placeholders, same_sizes, shape_of, value_of
@@ -91,6 +92,8 @@ def _bind_decode(graph: Graph, site: AttentionSite) -> None:
     with graph.inserting_before(core.node):
         args = (core.query, site.keys.new, site.values.new, core.scale, *more)
         out = call(graph, torch.ops.specache.attention.default, args, core.node)
+        if core.is_turned:
+            out = in_model_order(graph, out, site.num_kv_heads, core.node)
         if not same_sizes(
             value.shape, value_of(out).shape
         ):  # batch and heads are one, or heads are rows or groups

@@ -93,6 +93,7 @@ class AttentionCore:
         scale: Factor on the products.
         softcap: Bound of the scaled products; None where there is none.
         sinks: `[num_heads]`: what a column without a value scores; None where there is none.
+        is_turned: Heads of `node` are `[groups, num_kv_heads]`, those of all else `[num_kv_heads, groups]`.
         inner: The nodes from query, key, value, masks and sinks to `node`, that included.
         problem: Reason and remedy where it can't be rewritten whatever its cache; None where it can.
     """
@@ -105,6 +106,7 @@ class AttentionCore:
     scale: float
     softcap: float | None = None
     sinks: Node | None = None
+    is_turned: bool = False
     inner: frozenset[Node] = frozenset()
     problem: tuple[str, str] | None = None
 

@@ -75,9 +75,10 @@ def from_flex(gm: GraphModule, flex: Node, outputs: set[Node], calls: CallsOnce)
         LeaveAlone: If its mods can't be followed, or its `score_mod` has no normal form.
     """
     out, mask, scale = _parts(gm, flex, calls)
-    query, key, value, score_mod, *_, score_reads, _ = flex.args
+    args: Any = flex.args
+    query, key, value, score_mod, *_, score_reads, _ = args
     spelt = partial(_spelt_out, score_mod=_graph(gm, score_mod), scale=scale)
-    node = _inserted(calls, spelt, (query, key, value, mask, *score_reads), flex)  # type: ignore[misc]
+    node = _inserted(calls, spelt, (query, key, value, mask, *score_reads), flex)
     while node.target is not _aten._softmax.default:
         node = node.all_input_nodes[0]
     core = from_softmax(gm, node, outputs, calls)
@@ -104,7 +105,7 @@ def _parts(gm: GraphModule, flex: Node, calls: CallsOnce) -> tuple[Node, Node | 
 
 
 def _graph(gm: GraphModule, mod: Any) -> GraphModule:
-    return getattr(gm, mod.target)  # type: ignore[no-any-return]
+    return getattr(gm, mod.target)
 
 
 def _result(mod: GraphModule) -> Node:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from specache_fx.capture.attention.run_form import is_of_one_token, with_heads
+from specache_fx.capture.attention.run_form import in_groups, is_of_one_token, with_heads
 from specache_fx.capture.graph.graph_edit import CallsOnce
 from specache_fx.capture.graph.graph_slices import constant_of
 from specache_fx.capture.graph.graph_utils import same_sizes, shape_of
@@ -43,7 +43,7 @@ def from_sdpa(gm: GraphModule, node: Node, calls: CallsOnce) -> AttentionCore:
             "its scale is computed in the graph",
             f"Multiply the queries by it instead, as a tensor. {_LEAVE}",
         )
-    return AttentionCore(
+    core = AttentionCore(
         node=node,
         query=query,
         key=key,
@@ -53,6 +53,7 @@ def from_sdpa(gm: GraphModule, node: Node, calls: CallsOnce) -> AttentionCore:
         inner=frozenset({node}),
         problem=problem,
     )
+    return in_groups(core, calls)
 
 
 def _has_heads_as_rows(node: Node) -> bool:

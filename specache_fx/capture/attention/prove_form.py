@@ -334,10 +334,10 @@ def _proved(of: SpeltOut) -> Form:
         if len(runs) == _RUNS:
             break
     if len(runs) < 2:
+        if failed is not None and not hiding:
+            raise failed
         first = (node for node in of.path[1:] if all(run.hides(node) for run in hiding))
-        raise failed or UnknownFormError(
-            next(first, softmax), "hides all keys, or makes scores that read no product"
-        )
+        raise UnknownFormError(next(first, softmax), "hides all keys, or makes scores that read no product")
     common, distance = _common_form(runs, softmax.all_input_nodes[0], of.factors), torch.inf
     forms = [] if common is None else [common._replace(sinks=each) for each in (None, *runs[0].vectors)]
     for form in forms:

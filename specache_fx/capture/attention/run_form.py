@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,7 @@ from specache_fx.capture.graph.graph_utils import (
     value_of,
 )
 from specache_fx.capture.graph.left_alone import LEAVE, LeaveAlone, UnknownFormError
+from specache_fx.capture.graph.trace import inline, inline_once
 from specache_fx.capture.program import AttentionCore
 
 _aten = torch.ops.aten
@@ -102,7 +104,8 @@ def from_softmax(
         if (other := next((user for user in real_users(node) if user not in inner), None)) is not None:
             problem = f"{described(other)} reads its `{node.name}`", f"{LEAVE}."
     query = _query_of(query, factors, softmax, layout, calls)
-    return AttentionCore(out, query, key, value, mask, *form, frozenset(inner), problem)
+    core = AttentionCore(out, query, key, value, mask, *form, inner=frozenset(inner), problem=problem)
+    return in_groups(core, calls)
 
 
 def _may_be_proved(softmax: Node, most: int) -> bool:
@@ -275,6 +278,42 @@ def with_heads(
     sizes = [*[-1] * max(len(dims) - 4, 0), *groups, -1, -1]
     whole = calls.call(attention, _aten.expand.default, mask, sizes)
     return calls.call(attention, _aten.flatten.using_ints, whole, -4, -3)
+
+
+def turned(x: torch.Tensor, dim: int, sizes: tuple[int, int]) -> torch.Tensor:
+    """Heads, of these sizes, in the order of the other size first."""
+    return x.unflatten(dim, sizes).transpose(dim, dim + 1).flatten(dim, dim + 1)
+
+
+def in_groups(core: AttentionCore, calls: CallsOnce) -> AttentionCore:
+    """Query heads that read the same KV head one after the other, where KV heads are repeated in turn (`repeat`)."""
+    sides: Any = (core.key, core.value)
+    times = [side.args[1] if side.target is _aten.repeat.default else [] for side in sides]
+    read_elsewhere = any(user not in core.inner for side in sides for user in real_users(side))
+    if read_elsewhere or any(each[:1] + each[2:] != [1, 1, 1] for each in times):
+        return core
+    key, value = (side.args[0] for side in sides)
+    heads, num_kv_heads = (int((shape_of(node) or ())[1]) for node in (core.query, key))
+
+    def regrouped(node: Any, place: int) -> Any:
+        dims = shape_of(node) or ()
+        if not same_sizes(dims[place:][:1], (heads,)):
+            return node
+        sizes = (heads // num_kv_heads, num_kv_heads)
+        turn = functools.partial(turned, dim=len(dims) + place, sizes=sizes)
+        return inline_once(calls, turn, (node,), core.node)
+
+    query, mask, sinks = regrouped(core.query, -3), regrouped(core.mask, -3), regrouped(core.sinks, -1)
+    inner = core.inner | {*sides}
+    return replace(
+        core, query=query, key=key, value=value, mask=mask, sinks=sinks, is_turned=True, inner=inner
+    )
+
+
+def in_model_order(graph: Graph, out: Node, num_kv_heads: int, origin: Node) -> Node:
+    """Insert the result of an attention that `is_turned` with its heads in the model's order."""
+    sizes = num_kv_heads, (shape_of(out) or ())[1] // num_kv_heads
+    return inline(graph, functools.partial(turned, dim=1, sizes=sizes), (out,), origin)
 
 
 def _is_factor(gm: GraphModule, node: Node) -> bool:

@@ -22,7 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from specache_fx.capture.attention.normalize_attention import from_sdpa
 from specache_fx.capture.attention.random_numbers import dense
-from specache_fx.capture.attention.run_form import from_softmax
+from specache_fx.capture.attention.run_form import from_softmax, in_model_order
 from specache_fx.capture.caches.by_indices import ById
 from specache_fx.capture.caches.cache_records import Tokens, Written
 from specache_fx.capture.caches.cache_views import attentions_of, read_sides
@@ -72,7 +72,7 @@ def buffer_reads(gm: GraphModule) -> list[BufferRead]:
     found = [
         BufferRead(attention, operands, sides)
         for attention, operands in (attentions_of(gm) if writes else ())
-        if (sides := by_id.written(operands, writes)) is not None and is_known(attention, sides)
+        if (sides := by_id.written(operands, writes)) is not None and is_known(sides)
     ]
     of_all = [side.capacity for read in found for side in read.sides if side.window is None]
     if not of_all:  # an output of the newest tokens alone is no buffer
@@ -141,6 +141,8 @@ def cores_of(
     cores = list[AttentionCore]()
     for node in list(gm.graph.nodes):
         if node.target is SDPA and node in known:
+            if known[node].sides[0].is_tiled:
+                _with_sides(known[node], tokens_of)
             cores.append(from_sdpa(gm, node, calls))
         elif node in known:
             cores.append(_spelt_out(gm, node, _with_sides(known[node], tokens_of), calls))
@@ -154,7 +156,7 @@ def cores_of(
 
 
 def _with_sides(read: BufferRead, tokens_of: Callable[[Written], Node]) -> set[Node]:
-    """Have spelt-out attention read keys and values with heads first, that stand for what it reads of buffers."""
+    """Have an attention read keys and values with heads first, that stand for what it reads of buffers."""
     sides = list[Node]()
     for operand, side in zip(read.operands, read.sides, strict=True):
         batch, heads, _, dim = shape_of(new := tokens_of(side)) or ()
@@ -205,6 +207,8 @@ def write(graph: Graph, core: AttentionCore, key: Node, value: Node, mask: Node 
     else:
         spelt = partial(dense, scale=core.scale, softcap=core.softcap)
         out = inline(graph, spelt, (core.query, key, value, mask, core.sinks), node)
+    if core.is_turned:
+        out = in_model_order(graph, out, (shape_of(key) or ())[1], node)
     shape = shape_of(node) or ()
     if not same_sizes(
         shape, shape_of(out) or ()

@@ -17,9 +17,7 @@ from specache_fx.capture.attention.random_numbers import repeated
 from specache_fx.capture.attention.run_form import path_of, swapped_in
 from specache_fx.capture.caches.id_runs import Operand
 from specache_fx.capture.graph.graph_edit import add_placeholder, call
-from specache_fx.capture.graph.graph_slices import ancestors
 from specache_fx.capture.graph.graph_utils import (
-    is_pointwise,
     real_users,
     same_sizes,
     shape_of,
@@ -101,91 +99,29 @@ def read_sides(
         attention: An SDPA, or the softmax of spelt-out attention.
         operands: Its keys and values.
         sides: Those that it is to read.
-        is_tiled: Heads of these are repeated one after the other: the queries are put into groups.
+        is_tiled: Heads of these are repeated one after the other.
     """
-    graph = attention.graph
+    graph, heads = attention.graph, [*sides]
+    for i, (operand, side) in enumerate(zip(operands, sides, strict=True)):
+        if attention.target is not SDPA or is_tiled:
+            spelt = partial(_as_operand, operand=operand, is_tiled=is_tiled)
+            with graph.inserting_before(operand.reader):
+                heads[i] = inline(graph, spelt, (side,), operand.node)
     if attention.target is SDPA:
-        if is_tiled:
-            group_queries(attention, (shape_of(sides[0]) or ())[1])
-        attention.args = (attention.args[0], *sides, *attention.args[3:7], True)
+        attention.args = (attention.args[0], *heads, *attention.args[3:7], True)
         return
-    for operand, side in zip(operands, sides, strict=True):
-        with graph.inserting_before(operand.reader):
-            spelt = inline(graph, partial(_as_operand, operand=operand), (side,), operand.node)
-        operand.reader.args = (operand.reader.args[0], spelt, *operand.reader.args[2:])
-    if is_tiled:
-        keys, values = operands
-        _group_rows(keys, values, sides[0])
+    for operand, side in zip(operands, heads, strict=True):
+        operand.reader.args = (operand.reader.args[0], side, *operand.reader.args[2:])
 
 
-def may_be_regrouped(attention: Node) -> bool:
-    """Whether query heads may change places: all between the products of spelt-out attention treats them the same."""
-    if attention.target is SDPA:
-        return True
-    product, *path = path_of(attention)
-    inside, node = [*path], attention
-    while target_name(node) != "bmm":
-        inside.append(node)
-        node = next(user for user in real_users(node) if user.args and user.args[0] is node)
-    heads = (shape_of(attention) or ())[1:2]
-    whole = len(shape_of(attention) or ()) == 4 and isinstance(heads[0], int)
-
-    def keeps_heads(node: Node) -> bool:
-        dims, rows = shape_of(node) or (), (shape_of(product) or ())[:1]
-        apart = (
-            same_sizes(dims[1:2], heads) if len(dims) == 4 else len(dims) == 3 and same_sizes(dims[:1], rows)
-        )
-        return apart and (is_pointwise(node) or target_name(node) in _SAME_HEADS)
-
-    read = {arg for each in inside for arg in each.all_input_nodes} - {product, *inside}
-    dims_read = [shape_of(arg) or () for arg in read]
-    of_all = all(len(dims) < 3 or (len(dims) == 4 and same_sizes(dims[1:2], (1,))) for dims in dims_read)
-    return whole and of_all and all(map(keeps_heads, inside))
-
-
-def _group_rows(keys: Operand, values: Operand, side: Node) -> None:
-    """Have the query heads of two products that read the same KV head follow each other, but in the result."""
-    batch, num_kv_heads = (shape_of(side) or ())[:2]
-    groups = int((shape_of(keys.node) or ())[0] // (batch * num_kv_heads))
-
-    def turned(rows: torch.Tensor, sizes: tuple[int, int]) -> torch.Tensor:
-        return rows.unflatten(0, (-1, *sizes)).transpose(1, 2).flatten(0, 2)
-
-    product, weighted = keys.reader, values.reader
-    graph, (query, *rest) = product.graph, product.args
-    with graph.inserting_before(product):
-        query = inline(graph, partial(turned, sizes=(groups, num_kv_heads)), (query,), product)
-    product.args = (query, *rest)
-    with graph.inserting_before(weighted.next):
-        out = inline(graph, partial(turned, sizes=(num_kv_heads, groups)), (weighted,), weighted)
-    weighted.replace_all_uses_with(out, delete_user_cb=lambda user: user not in ancestors([out]))
-
-
-def group_queries(attention: Node, num_kv_heads: int) -> None:
-    """Have the query heads that read the same KV head follow each other, and those of the output in the old order."""
-    graph, (query, key, value, mask, *rest) = attention.graph, attention.args
-    groups = (shape_of(query) or ())[1] // num_kv_heads
-
-    def turned(node: Any, dim: int, sizes: tuple[int, int]) -> Node:
-        apart = call(graph, _aten.unflatten.int, (node, dim, sizes), attention)
-        swapped = call(graph, _aten.transpose.int, (apart, dim, dim + 1), attention)
-        return call(graph, _aten.flatten.using_ints, (swapped, dim, dim + 1), attention)
-
-    dims = shape_of(mask) or ()
-    with graph.inserting_before(attention):
-        query = turned(query, 1, (groups, num_kv_heads))
-        if len(dims) > 2 and not same_sizes(dims[-3:-2], (1,)):
-            mask = turned(mask, len(dims) - 3, (groups, num_kv_heads))
-    attention.args = (query, key, value, mask, *rest)
-    with graph.inserting_before(attention.next):
-        out = turned(attention, 1, (num_kv_heads, groups))
-    attention.replace_all_uses_with(out, delete_user_cb=lambda user: user not in ancestors([out]))
-
-
-def _as_operand(side: torch.Tensor, operand: Operand) -> torch.Tensor:
-    """A product's operand, of `[batch, num_kv_heads, kv_len, head_dim]`."""
-    whole = repeated(side, operand.num_heads or side.shape[1])
-    return (whole.mT if operand.transposed else whole).flatten(0, 1)
+def _as_operand(side: torch.Tensor, operand: Operand, *, is_tiled: bool) -> torch.Tensor:
+    """What an attention reads, of `[batch, num_kv_heads, kv_len, head_dim]`."""
+    rows, batch = value_of(operand.node).shape[0], side.shape[0]
+    known = isinstance(rows, int) and isinstance(batch, int)
+    heads = operand.num_heads or (rows // batch if known else side.shape[1])
+    whole = side.repeat(1, heads // side.shape[1], 1, 1) if is_tiled else repeated(side, heads)
+    whole = whole.mT if operand.transposed else whole
+    return whole if operand.reader.target is SDPA else whole.flatten(0, 1)
 
 
 def heads_first_of(graph: Graph, node: Node, form: str, num_kv_heads: int, side: int, origin: Node) -> Node:

@@ -38,7 +38,7 @@ from specache_fx.capture.caches.buffers import (
     positions_of,
 )
 from specache_fx.capture.caches.cache_records import Tokens, Written, with_nodes
-from specache_fx.capture.caches.cache_views import group_queries, heads_first_of
+from specache_fx.capture.caches.cache_views import heads_first_of
 from specache_fx.capture.graph.graph_edit import (
     add_placeholder,
     call,
@@ -235,8 +235,6 @@ class _Rewrite:
             out = write(self._graph, core, key, value, self._mask(mask, read.sides[0], key, node))
         node.replace_all_uses_with(out)
         self._graph.erase_node(node)
-        if read.sides[0].is_tiled and node.target is SDPA:  # rows of others are in groups already
-            group_queries(out, read.sides[0].num_kv_heads)
 
     def _new_of(self, side: Written) -> Node:
         """This call's tokens, `[batch, num_kv_heads, q_len, head_dim]`."""

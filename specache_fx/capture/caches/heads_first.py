@@ -34,7 +34,6 @@ from specache_fx.capture.caches.cache_views import (
     as_in_model,
     attentions_of,
     heads_first_of,
-    may_be_regrouped,
     read_sides,
     read_sizes,
     sides_in,
@@ -62,7 +61,7 @@ def heads_first(gm: GraphModule) -> tuple[dict[int, CacheForm], dict[int, CacheF
     for attention, operands in attentions_of(gm) if caches else ():
         if not all(_is_plain(operand, outputs) for operand in operands):
             found = by_id.moved(operands, caches)
-            if found is not None and is_known(attention, found):
+            if found is not None and is_known(found):
                 rewrite.attention(attention, operands, found)
     return rewrite.finish()
 
@@ -85,10 +84,10 @@ def _is_plain(operand: Operand, outputs: set[Node]) -> bool:
     return is_cache(without_repeat(node)[0], outputs)
 
 
-def is_known(attention: Node, found: Sequence[Moved] | Sequence[Written]) -> bool:
-    """Whether an attention reads keys and values apart, or of a pair, keys first; and heads of both in one order."""
+def is_known(found: Sequence[Moved] | Sequence[Written]) -> bool:
+    """Whether keys and values are apart, or of a pair, keys first; and heads of both in one order."""
     keys, values = found
-    if keys.is_tiled != values.is_tiled or (keys.is_tiled and not may_be_regrouped(attention)):
+    if keys.is_tiled != values.is_tiled:
         return False
     paired = PAIR in keys.form or PAIR in values.form
     sides = (keys.side, values.side) == (0, 1) and keys.form == values.form

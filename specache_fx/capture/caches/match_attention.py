@@ -75,6 +75,34 @@ def _match(
     keys = side_of(reading.key_cache, "keys", outputs, inside)
     values = side_of(reading.value_cache, "values", outputs, inside)
     owner = owners.get(keys.root)
+    _check_cache(reading, keys, values, owners, token)
+    if core.problem is not None:
+        raise LeaveAlone(*core.problem)
+    _check_mask(core, keys, values, token)
+    one_query = value_of(core.query).shape[2] == 1
+    if owner is not None and keys.past is not None and one_query and core.mask is not owner.core.mask:
+        raise LeaveAlone(f"it reads the cache of attention `{owner.core.node.name}` with another mask")
+    check_between(reading, inside)
+    k, v = value_of(keys.root), value_of(values.root)
+    return AttentionSite(
+        layer=len(owners) // 2 if owner is None else owner.layer,
+        core=replace(core, scale=float(core.scale)),  # a symbol where head_dim is open (dynamic=True)
+        keys=keys,
+        values=values,
+        num_kv_heads=int(k.shape[1]),
+        key_dim=int(k.shape[-1]),
+        value_dim=int(v.shape[-1]),
+        source=source_of(core.node),
+        shared=owner is not None,
+        expansion=find_expansion(gm, reading) if reading.is_expanded else None,
+    )
+
+
+def _check_cache(
+    reading: Reading, keys: Side, values: Side, owners: dict[Node, AttentionSite], token: Token
+) -> None:
+    """Make sure that keys and values are one cache of this call's sequence, which a session can keep."""
+    core, owner = reading.core, owners.get(keys.root)
     if owner is not owners.get(values.root):
         raise LeaveAlone("its keys and its values are those of different caches")
     if owner is not None and (keys.root, values.root) != (owner.keys.root, owner.values.root):
@@ -87,7 +115,7 @@ def _match(
             )
     if (keys.past is None) != (values.past is None):
         raise LeaveAlone("only one of its keys and values has a past")
-    q, k, v = value_of(core.query), value_of(keys.root), value_of(values.root)
+    k, v = value_of(keys.root), value_of(values.root)
     _check_heads(reading)
     if keys.window != values.window:
         raise LeaveAlone("its keys and its values are cached for different numbers of tokens")
@@ -109,25 +137,6 @@ def _match(
     for side in (k, v):
         if reason := unfit_reason(side.dtype, side.shape[-1]):
             raise LeaveAlone(reason)
-    if core.problem is not None:
-        raise LeaveAlone(*core.problem)
-    _check_mask(core, keys, values, token)
-    if owner is not None and keys.past is not None and q.shape[2] == 1 and core.mask is not owner.core.mask:
-        raise LeaveAlone(f"it reads the cache of attention `{owner.core.node.name}` with another mask")
-    if reading.is_expanded:
-        check_between(reading, inside)
-    return AttentionSite(
-        layer=len(owners) // 2 if owner is None else owner.layer,
-        core=replace(core, scale=float(core.scale)),  # a symbol where head_dim is open (dynamic=True)
-        keys=keys,
-        values=values,
-        num_kv_heads=int(k.shape[1]),
-        key_dim=int(k.shape[-1]),
-        value_dim=int(v.shape[-1]),
-        source=source_of(core.node),
-        shared=owner is not None,
-        expansion=find_expansion(gm, reading) if reading.is_expanded else None,
-    )
 
 
 def _is_of_these_tokens(core: AttentionCore, key: torch.Tensor, token: Token) -> bool:

@@ -35,7 +35,7 @@ def run(function: Callable[..., Any], *tensors: Tensor) -> tuple[str, GraphModul
     before = graphs.code(gm)
     program = analyse(gm, SpecacheConfig())
     for i in program.input_forms:
-        assert shape_of(placeholders(gm.graph)[i])[1:3] == (2, 5)  # type: ignore[index]
+        assert shape_of(placeholders(gm.graph)[i])[1:3] in ((2, 5), (1, 5))  # type: ignore[index]
     results = gm(*as_taken(program, captured.inputs))
     swapped = [
         joined([out, *([] if form.values is None else [results[form.values]])], form.form) if form else out
@@ -115,7 +115,18 @@ def test_heads_that_spelt_out_attention_repeats_in_turn_are_groups(with_bias: bo
     pasts = (torch.randn(2, 2, 5, 8) for _ in range(2))
     _, _, program, _ = run(pair, Q, K.transpose(1, 2).contiguous(), *pasts)
     (site,) = program.sites
-    assert (site.expansion is None, site.num_kv_heads) == (not with_bias, 2)
+    assert (site.expansion, site.num_kv_heads, site.core.is_turned) == (None, 2, True)
+
+
+def test_repeated_heads_without_a_batch_are_rows_with_groups() -> None:
+    def batchless(q: Tensor, k: Tensor, past: Tensor, other: Tensor) -> Any:
+        keys, values = torch.cat([past, k], 1), torch.cat([other, k], 1)
+        scores = q @ keys.repeat_interleave(2, 0).mT
+        return scores.softmax(-1) @ values.repeat_interleave(2, 0), keys, values
+
+    _, _, program, _ = run(batchless, Q[0], K[0].transpose(0, 1).contiguous(), *torch.randn(2, 2, 5, 8))
+    (site,) = program.sites
+    assert (shape_of(site.core.query), site.num_kv_heads) == ((2, 2, 1, 8), 1)
 
 
 @pytest.mark.parametrize("rotated", [8, 4])  # of 8 channels: a part of them is a cat, but none of tokens

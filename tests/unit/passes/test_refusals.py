@@ -69,6 +69,11 @@ def keys_used_elsewhere(q: Tensor, keys: Tensor, values: Tensor) -> Any:
     return *attended(q, keys, values), keys.sum()
 
 
+def repeated_keys_used_elsewhere(q: Tensor, keys: Tensor, values: Tensor) -> Any:
+    repeated = keys.repeat_interleave(2, 1)
+    return sdpa(q, repeated, values.repeat_interleave(2, 1)), keys, values, repeated.sum()
+
+
 def past_used_elsewhere(q: Tensor, k: Tensor, v: Tensor, pk: Tensor, pv: Tensor) -> Any:
     return *attended(q, append(pk, k), append(pv, v)), pk.mean()
 
@@ -108,6 +113,11 @@ REASONS: dict[str, tuple[Callable[..., Any], str, str]] = {
         after(keys_used_elsewhere),
         "its keys are also used by `sum_1` (sum, HERE: return *attended(q, keys, values), keys.sum())",
         f"{ALONE} {LEAVE}",
+    ),
+    "repeated keys used elsewhere": (
+        after(repeated_keys_used_elsewhere),
+        "`sum_1` (sum) reads its `repeated` too",
+        LEAVE,
     ),
     "past used elsewhere": (
         past_used_elsewhere,
