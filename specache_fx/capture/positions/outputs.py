@@ -64,11 +64,8 @@ def _tells_length(out: Node, sources: Sources) -> bool:
     """
     if not any(isinstance(size, torch.SymInt) for size in shape_of(out) or ()):
         return False
-    moving, needed, inputs = (
-        sources.counts | sources.masks | sources.caches,
-        ancestors([out]),
-        placeholders(out.graph),
-    )
+    moving, needed = sources.counts | sources.masks | sources.caches, ancestors([out])
+    inputs = placeholders(out.graph)
     whole_ids = {node.meta.get(NEWEST_OF) for node in inputs}
     return all(
         i in moving or node in whole_ids or is_static_input(node) or is_integer(node)
