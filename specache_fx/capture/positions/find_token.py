@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
+from specache_fx.capture.graph.graph_slices import ancestors
 from specache_fx.capture.graph.graph_utils import (
     is_integer_tensor,
     is_static_input,
     placeholders,
     shape_of,
     target_name,
+    value_of,
 )
 from specache_fx.capture.positions.newest_tokens import NEWEST_OF
 
@@ -44,28 +46,20 @@ def find_token(graph: Graph) -> Token:
     """
     shapes = [shape_of(out) for out in graph.output_node().all_input_nodes]
     last_dims = {shape[-1] for shape in shapes if shape and isinstance(shape[-1], int)}
-    found: list[tuple[bool, Node, int]] = []
-    for start in placeholders(graph):
-        if not is_integer_tensor(start) or is_static_input(start):
-            continue
-        work, seen = [start], set()
-        while work:
-            node = work.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            for user in node.users:
-                if target_name(user) == "embedding" and user.args[1] is node:
-                    table = shape_of(user.args[0])
-                    assert table is not None
-                    rows = _full_rows(user, int(table[0]), last_dims)
-                    found.append((rows in last_dims, start, rows))
-                elif target_name(user) in _SAME_TOKENS:
-                    work.append(user)
-    if not found:
-        return Token(None, None)
-    _, node, rows = max(found, key=lambda entry: (entry[0], NEWEST_OF in entry[1].meta))
-    return Token(node, rows)
+    others = [node for node in graph.nodes if target_name(node) not in _SAME_TOKENS]
+    tables = [
+        (_full_rows(node, int(value_of(node.args[0]).shape[0]), last_dims), ancestors([node.args[1]], others))
+        for node in graph.nodes
+        if target_name(node) == "embedding"
+    ]
+    found = [
+        (start, rows)
+        for start in placeholders(graph)
+        for rows, behind in tables
+        if start in behind and is_integer_tensor(start) and not is_static_input(start)
+    ]
+    best = max(found, key=lambda each: (each[1] in last_dims, NEWEST_OF in each[0].meta), default=None)
+    return Token(None, None) if best is None else Token(*best)
 
 
 def _full_rows(embedding: Node, rows: int, logits: set[int]) -> int:
