@@ -26,7 +26,7 @@ from torch import Tensor
 from torch._C._functorch import _add_batch_dim, _remove_batch_dim, is_batchedtensor
 from torch._functorch.vmap import lazy_load_decompositions, vmap_increment_nesting
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import GraphModule, Interpreter
+from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
@@ -75,16 +75,12 @@ def duplicate_query(gm: GraphModule, program: Program, inputs: Sequence[Any], la
         segments = cut(gm.graph, lambda node: node.target is _MARKER)
     except CannotCut:
         segments = [Segment.of(node for node in gm.graph.nodes if node.op not in ("placeholder", "output"))]
-    joined, known = Joined(gm), dict[str, tuple[Segment, GraphModule, list[bool]]]()
+    joined = Joined(gm)
     for segment in segments:
-        signatures = zip(segment.input_signatures(), segment.inputs, strict=True)
-        form = segment.fingerprint(f"{node in on_lanes} {signature}" for signature, node in signatures)
-        if form not in known:
-            known[form] = segment, *_traced(segment, gm, [node in on_lanes for node in segment.inputs], lanes)
-        like, traced, batched = known[form]
-        joined.add(segment, like, traced, {})
-        outs: Any = traced.graph.output_node().args[0]
-        for node, out, flag in zip(segment.results, outs, batched, strict=True):
+        form = segment.fingerprint(on_lanes)
+        like = joined.add(segment, form, lambda each: _traced(each, gm, on_lanes, lanes))
+        outs: Any = like.graph.output_node().args[0]
+        for node, out, flag in zip(segment.results, outs, like.meta["batched"], strict=True):
             node.meta["val"] = value_of(out)
             if flag:
                 on_lanes.add(node)
@@ -127,15 +123,13 @@ def _spread(traced: GraphModule, batched: Sequence[bool], lanes: int) -> None:
         )
 
 
-def _traced(
-    segment: Segment, gm: GraphModule, on_lanes: Sequence[bool], lanes: int
-) -> tuple[GraphModule, list[bool]]:
-    """The ATen graph of a segment, and which of its results differ from lane to lane.
+def _traced(segment: Segment, gm: GraphModule, on_lanes: set[Node], lanes: int) -> GraphModule:
+    """The ATen graph of a segment; its `meta["batched"]` says which of its results differ from lane to lane.
 
     Args:
         segment: The segment.
         gm: Its graph.
-        on_lanes: Of its inputs, those that differ.
+        on_lanes: The nodes that differ.
         lanes: 1 or 2.
     """
     batched = [False] * len(segment.results)
@@ -144,8 +138,8 @@ def _traced(
     def on_all(*values: Any) -> Any:
         lazy_load_decompositions()
         with vmap_increment_nesting(lanes, "different") as level:
-            pairs = zip(values, on_lanes, strict=True)
-            results = run(*(_add_batch_dim(value, 0, level) if flag else value for value, flag in pairs))
+            pairs = zip(values, segment.inputs, strict=True)
+            results = run(*(_add_batch_dim(x, 0, level) if node in on_lanes else x for x, node in pairs))
             batched[:] = [isinstance(out, Tensor) and is_batchedtensor(out) for out in results]
             found = zip(results, batched, strict=True)
             return tuple(_remove_batch_dim(out, level, lanes, 0) if flag else out for out, flag in found)
@@ -155,4 +149,6 @@ def _traced(
     with torch.no_grad(), preserve_node_meta(), warnings.catch_warnings():
         # Operators without a batching rule run once a lane, and there are two: a warning would help no user.
         warnings.filterwarnings("ignore", "There is a performance drop")
-        return trace(*values), batched
+        traced: GraphModule = trace(*values)
+    traced.meta["batched"] = batched
+    return traced

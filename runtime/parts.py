@@ -18,7 +18,7 @@ from specache_fx.runtime.snapshot import fork
 
 
 @dataclass(frozen=True)
-class Part:
+class SessionPart:
     """One session of a cache.
 
     Attributes:
@@ -31,7 +31,7 @@ class Part:
 
 
 @contextlib.contextmanager
-def parts_of(tensors: Sequence[torch.Tensor]) -> Iterator[list[Part]]:
+def parts_of(tensors: Sequence[torch.Tensor]) -> Iterator[list[SessionPart]]:
     """The sessions of some handles, all locked within the block; none where no tensor is a handle.
 
     Args:
@@ -46,7 +46,7 @@ def parts_of(tensors: Sequence[torch.Tensor]) -> Iterator[list[Part]]:
 
 
 @registry.locked
-def _parts(tensors: Sequence[torch.Tensor], stack: contextlib.ExitStack) -> list[Part]:
+def _parts(tensors: Sequence[torch.Tensor], stack: contextlib.ExitStack) -> list[SessionPart]:
     found = {number: dict(places) for number, places in by_session(tensors).items()}
     ours = {place for places in found.values() for place in places.values()}
     rest = [
@@ -64,7 +64,7 @@ def _parts(tensors: Sequence[torch.Tensor], stack: contextlib.ExitStack) -> list
 
 def _part(
     tensors: Sequence[torch.Tensor], number: int, by_slot: dict[int, int], stack: contextlib.ExitStack
-) -> Part:
+) -> SessionPart:
     session = living(registry.by_code(number)).session
     for slot, place in list(by_slot.items()):
         by_slot |= dict.fromkeys(range(slot, slot + num_sides(session.forms[slot])), place)
@@ -85,4 +85,4 @@ def _part(
         session = fork(session, claim.rows)
         stack.callback(session.close)
         session.rewind(claim.kv_len)
-    return Part(session, places)
+    return SessionPart(session, places)

@@ -27,7 +27,7 @@ from specache_fx.runtime.whole_steps import WholeSteps
 
 _log = logging.getLogger(__name__)
 
-Compiled = Callable[..., Sequence[Any]]
+GraphFunction = Callable[..., Sequence[Any]]
 Run = Callable[[], Sequence[Any]]
 Replay = Callable[[], None]
 
@@ -39,7 +39,7 @@ class NotCapturedError(Exception):
 class Recorder(Protocol):
     """Records a step's launches."""
 
-    def record(self, run: Run, compiled: Compiled) -> tuple[Sequence[Any], Replay | None]:
+    def record(self, run: Run, compiled: GraphFunction) -> tuple[Sequence[Any], Replay | None]:
         """Have `run`'s launches take place once, and note them.
 
         Args:
@@ -68,7 +68,7 @@ class CudaRecorder:
         self._newest: torch.cuda.CUDAGraph | None = None
         self._pool: Any = None
 
-    def record(self, run: Run, compiled: Compiled) -> tuple[Sequence[Any], Replay]:
+    def record(self, run: Run, compiled: GraphFunction) -> tuple[Sequence[Any], Replay]:
         """See `Recorder`."""
         try:
             results = self._if_it_fits(run)
@@ -128,7 +128,7 @@ class StepGraph:
 
     def run(
         self,
-        compiled: Compiled,
+        compiled: GraphFunction,
         inputs: Sequence[torch.Tensor],
         moving: Sequence[int],
         state: torch.Tensor,
@@ -169,7 +169,7 @@ class StepGraph:
     def _capture(
         self,
         key: tuple[Any, ...],
-        compiled: Compiled,
+        compiled: GraphFunction,
         inputs: Sequence[torch.Tensor],
         moving: Sequence[int],
         state: torch.Tensor,

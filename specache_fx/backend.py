@@ -32,7 +32,7 @@ from specache_fx.capture.graph.subclasses import flatten
 from specache_fx.capture.graph.trace import TraceError, trace
 from specache_fx.capture.program import Phase, Program, Refusal, merged_messages
 from specache_fx.config import SpecacheConfig
-from specache_fx.direct.traced_values import Values, traced
+from specache_fx.direct.traced_values import Values, values_behind
 from specache_fx.dynamo import dynamo_hooks, graph_breaks
 from specache_fx.dynamo.retrace import count_as_growing, trace_as_growing
 from specache_fx.errors import ConfigError, SpecacheError, UnsupportedGraphError
@@ -192,7 +192,7 @@ class _Compile:
             graph = masks_alone_as_sdpa(trace(self._gm))
         except TraceError as error:
             raise LeaveAlone(str(error), "Move that operation out of the compiled module") from error
-        self._values = traced(placeholders(graph.graph))
+        self._values = values_behind(placeholders(graph.graph))
         return graph
 
     def _analysed(self, graph: GraphModule, positions: Collection[int] = ()) -> Program:

@@ -24,7 +24,7 @@ from specache_fx._log import warn_once
 from specache_fx.capture.graph.graph_edit import call
 from specache_fx.capture.graph.graph_slices import ancestors, eliminate_dead_code, extract
 from specache_fx.capture.graph.graph_utils import placeholders, shape_of, symbols_of, value_of
-from specache_fx.capture.graph.pieces import Piece
+from specache_fx.capture.graph.segments import Segment
 from specache_fx.capture.program import AttentionSite, Program
 from specache_fx.config import Lowering
 from specache_fx.direct import inductor_start
@@ -159,7 +159,7 @@ def _compile_tests(gm: GraphModule, inside: set[Node], inputs: Sequence[Any]) ->
     for node in gm.graph.nodes:
         if node.target in items and inside.issuperset(node.all_input_nodes):
             inside.add(node)
-    tests = Piece.of(node for node in gm.graph.nodes if node in inside and node.op != "placeholder")
+    tests = Segment.of(node for node in gm.graph.nodes if node in inside and node.op != "placeholder")
     results = [node for node in tests.results if isinstance(value_of(node), torch.Tensor)]
     roots = [*(node for node in given if node in tests.inputs), *sizes]
     part = extract(gm, results, roots)

@@ -36,7 +36,8 @@ from specache_fx.capture.graph.graph_utils import (
 )
 from specache_fx.capture.graph.left_alone import LeaveAlone
 from specache_fx.capture.positions.find_prelude import find_prelude
-from specache_fx.capture.positions.find_sources import Token, find_sources, find_token, fixed_sizes, kv_lens
+from specache_fx.capture.positions.find_sources import find_sources, fixed_sizes, kv_lens
+from specache_fx.capture.positions.find_token import Token, find_token
 from specache_fx.capture.positions.lanes import drawn_in, effect_of, single_lane
 from specache_fx.capture.positions.mask_graphs import find_masks, find_prompt_masks
 from specache_fx.capture.positions.newest_tokens import NEWEST_OF, newest_tokens

@@ -59,7 +59,7 @@ def is_silent(entry: str) -> bool:
 # While Dynamo traces --------------------------------------------------------------------------------------------------
 
 
-def traced(inputs: Sequence[Node]) -> tuple[Values | None, dict[int, tuple[str, str]]]:
+def values_behind(inputs: Sequence[Node]) -> tuple[Values | None, dict[int, tuple[str, str]]]:
     """The values that are constants of the graph which Dynamo is compiling.
 
     Args:

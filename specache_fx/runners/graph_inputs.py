@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 
 from specache_fx.capture.graph.graph_utils import is_static_input, placeholders, value_of
 from specache_fx.capture.program import Program
+from specache_fx.passes.duplicate_query import lane_inputs
 from specache_fx.runtime.masks import WindowMask
 from specache_fx.runtime.next_answer import LaneCall
 
@@ -39,9 +40,8 @@ class GraphInputs:
             for i, node in enumerate(given)
             if "specache_prelude" in node.meta
         ]
-        cut = [i for i, _ in self._cuts]
-        self._tokens = [i for i, index in enumerate(self._origins) if index == program.token and i not in cut]
-        self._by_lane = sorted(cut + self._tokens)
+        self._by_lane = [i for i, differs in enumerate(lane_inputs(gm, program)) if differs]
+        self._tokens = [i for i in self._by_lane if "specache_prelude" not in given[i].meta]
         # A parameter's shape is Dynamo's to guard.
         self.varying = [i for i, node in enumerate(given) if not is_static_input(node)]
         # Positions are a slice of all tokens' ones, whose strides grow with each token. Floats may be states, to which

@@ -21,10 +21,10 @@ from torch.fx.node import map_arg
 
 from specache_fx.capture.graph.graph_slices import writes_in_place
 from specache_fx.capture.graph.graph_utils import placeholders, value_of
-from specache_fx.capture.graph.pieces import Piece
+from specache_fx.capture.graph.segments import CannotCut, Segment
 from specache_fx.passes.fuse_layer_steps import is_layer_step
 
-Compiled = Callable[..., Any]
+PartFunction = Callable[..., Any]
 _GIVEN = ("placeholder", "get_attr")
 
 
@@ -35,7 +35,7 @@ class ByLayer:
         parts: The compiled functions, each once.
     """
 
-    def __init__(self, gm: GraphModule, parts: Sequence[Compiled]) -> None:
+    def __init__(self, gm: GraphModule, parts: Sequence[PartFunction]) -> None:
         self._run, self.parts = gm.forward, tuple(parts)
 
     def __call__(self, *inputs: torch.Tensor) -> Any:
@@ -46,7 +46,7 @@ class ByLayer:
 def compile_by_layer(
     gm: GraphModule,
     inputs: Sequence[torch.Tensor],
-    compile_part: Callable[[GraphModule, Sequence[torch.Tensor]], Compiled],
+    compile_part: Callable[[GraphModule, Sequence[torch.Tensor]], PartFunction],
 ) -> ByLayer | None:
     """Compile a decode graph part by part.
 
@@ -61,20 +61,20 @@ def compile_by_layer(
     if any(map(writes_in_place, gm.graph.nodes)):
         return None  # parts are ordered by their inputs
     parts, given = split(gm.graph), dict(zip(placeholders(gm.graph), inputs, strict=True))
-    examples = [[_example(gm, node, given) for node in part.inputs] for part in parts]
-    if not all(isinstance(each, torch.Tensor) for part in examples for each in part):
+    try:
+        forms = [part.fingerprint(with_offsets=False) for part in parts]
+    except CannotCut:
         return None  # an operator that takes a graph
-    forms = [part.fingerprint(map(_head, each)) for part, each in zip(parts, examples, strict=True)]
     if 2 * len(set(forms)) > len(parts):
         return None
-    compiled: dict[str, Compiled] = {}
-    for part, form, each in zip(parts, forms, examples, strict=True):
+    compiled: dict[str, PartFunction] = {}
+    for part, form in zip(parts, forms, strict=True):
         if part.results and form not in compiled:
-            compiled[form] = compile_part(part.graph(gm), each)
+            compiled[form] = compile_part(part.graph(gm), [_example(gm, node, given) for node in part.inputs])
     return ByLayer(_joined(gm, parts, [compiled.get(form) for form in forms]), list(compiled.values()))
 
 
-def split(graph: Graph) -> list[Piece]:
+def split(graph: Graph) -> list[Segment]:
     """The parts, in order: one before each layer's step, and one after the last; each layer's step ends one."""
     number: dict[Node, int] = {}  # of a layer's step that of the part behind it
     steps = 0
@@ -89,7 +89,7 @@ def split(graph: Graph) -> list[Piece]:
     for node, part in number.items():
         if not is_layer_step(node):
             members[part].append(node)
-    return [Piece.of(nodes) for nodes in members]
+    return [Segment.of(nodes) for nodes in members]
 
 
 def _sink(graph: Graph, number: dict[Node, int]) -> None:
@@ -101,12 +101,8 @@ def _sink(graph: Graph, number: dict[Node, int]) -> None:
             number[node] = min(readers, default=0)
 
 
-def _head(example: torch.Tensor) -> str:
-    return f"{example.dtype} {example.device} {tuple(example.shape)} {example.stride()}"
-
-
 def _example(gm: GraphModule, node: Node, given: dict[Node, torch.Tensor]) -> Any:
-    """A tensor as the node's is, or a graph."""
+    """A tensor as the node's is."""
     if node in given:
         return given[node]
     if node.op == "get_attr":
@@ -115,7 +111,9 @@ def _example(gm: GraphModule, node: Node, given: dict[Node, torch.Tensor]) -> An
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
-def _joined(gm: GraphModule, parts: Sequence[Piece], compiled: Sequence[Compiled | None]) -> GraphModule:
+def _joined(
+    gm: GraphModule, parts: Sequence[Segment], compiled: Sequence[PartFunction | None]
+) -> GraphModule:
     """The graph with a call for each part."""
     graph, copied = Graph(), dict[Node, Node]()
 
@@ -137,7 +135,7 @@ def _joined(gm: GraphModule, parts: Sequence[Piece], compiled: Sequence[Compiled
     return GraphModule(gm, graph)
 
 
-def target(run: Compiled) -> Compiled:
+def target(run: PartFunction) -> PartFunction:
     """`run` as FX can call it: it writes the name of a function of torch's as that, and looks for it there."""
 
     def part(*inputs: torch.Tensor) -> Any:

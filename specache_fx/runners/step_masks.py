@@ -124,7 +124,7 @@ def read_masks(
     Raises:
         UnsupportedGraphError: If an additive mask hides every key of a row.
     """
-    assert program.decoding is not None
+    assert program.decoding is not None and session.batch is not None
     part, fixed_length = program.decoding.masks, program.decoding.sources.fixed_length
     kv_len, rows = session.kv_len + 1, _rows(session, part, args, 0) or []
     unknown: list[torch.Tensor | None] = [None] * len(rows)
@@ -133,26 +133,27 @@ def read_masks(
     seen = None if shows_all or fixed_length else _seen(session, rows)
     if seen is not None and not (ahead or compare or session.masks_move):
         return StepMasks(session, part, args, unknown, seen)
-    split, agree = _compared(session, rows, kv_len)
-    shown: list[torch.Tensor | None] = []
+    split = [split_row(row, session.batch) for row in rows]
+    agree = _hide_padding(session, split, kv_len)
+    shown: list[torch.Tensor | None] = [None] if no_mask else []
     for row, (real, _), agrees in zip(rows, split, agree, strict=True):
         if not agrees:
             _check_hidden(row, real, program)
             shown.append(real)
-    if no_mask:
-        shown.append(None)
-    shows_padding = False
-    for real in () if session.key_mask.real is None else shown:
-        shows_padding |= session.key_mask.show(real, kv_len)
-    if shows_padding:
+    were_shown = [
+        session.key_mask.show(real, kv_len) for real in shown
+    ]  # each widens what the next one finds
+    if shows_padding := any(were_shown):
         session.requantize()
-        agree = [session.key_mask.agrees(real, kv_len) for real, _ in split]
+        agree = _hide_padding(session, split, kv_len)
     moves = not all(agree) or (session.masks_move and not ahead)
     if ahead and not moves and not fixed_length:
         # Will a mask hide more than the padding within a group of tokens, or can't that be known?
         group = session.config.group_size
         later = _rows(session, part, args, group)
-        moves = later is None or not all(_compared(session, later, kv_len + group)[1])
+        moves = later is None or not all(
+            _hide_padding(session, [split_row(row, session.batch) for row in later], kv_len + group)
+        )
     session.masks_move = moves
     biases = [
         bias if agrees else hidden_bias(real, bias) for (real, bias), agrees in zip(split, agree, strict=True)
@@ -170,24 +171,9 @@ def _seen(session: Session, rows: Sequence[torch.Tensor]) -> list[torch.Tensor |
     return None if any(real is None for real in seen) else seen
 
 
-def _compared(session: Session, rows: Sequence[torch.Tensor], kv_len: int) -> tuple[list[Split], list[bool]]:
-    """`split_row` of each row, and whether the row hides just the padding. Most do."""
-    assert session.batch is not None
-    split, agree = list[Split](), list[bool]()
-    for row in rows:
-        seen = real_keys(row, session.batch)
-        padding = session.key_mask.at(kv_len)
-        if seen is not None and _is_all_of(seen, padding):
-            split.append((padding, None))
-            agree.append(True)
-        else:
-            split.append(split_row(row, session.batch))
-            agree.append(session.key_mask.agrees(split[-1][0], kv_len))
-    return split, agree
-
-
-def _is_all_of(seen: torch.Tensor, padding: torch.Tensor | None) -> bool:
-    return bool(seen.all()) if padding is None else torch.equal(seen, padding)
+def _hide_padding(session: Session, split: Sequence[Split], kv_len: int) -> list[bool]:
+    """Whether rows hide just the padding. Most do."""
+    return [session.key_mask.agrees(real, kv_len) for real, _ in split]
 
 
 def _check_hidden(row: torch.Tensor, seen: torch.Tensor | None, program: Program) -> None:

@@ -13,7 +13,7 @@ from specache_fx.api import NO_CACHE
 from specache_fx.errors import CacheHandleError, SavedCacheError
 from specache_fx.runners.base import inference
 from specache_fx.runtime.handle_tensor import Handle, plain
-from specache_fx.runtime.parts import Part, parts_of
+from specache_fx.runtime.parts import SessionPart, parts_of
 from specache_fx.runtime.session import Session
 from specache_fx.runtime.snapshot import SessionHeader, snapshot
 from specache_fx.saved.cache_tree import describe
@@ -98,7 +98,7 @@ def content(
         yield about, tensors
 
 
-def _about(part: Part) -> dict[str, Any]:
+def _about(part: SessionPart) -> dict[str, Any]:
     origin = part.session.origin
     return {
         **SessionHeader.of(part.session).to_json(),

@@ -261,7 +261,7 @@ class OracleDecoder:
             self.expected, self.speculative = lane1_token, done.logits[1].argmax(-1)
             if self.config.accept_guesses and not fills and self.form.slopes is None:
                 self.known = _Known(lane1_token, done.logits[1], done.next_pairs)
-            # The step that fills a window doesn't know lane 1's mask: lookahead starts over (window_masks.py).
+            # The step that fills a window doesn't know lane 1's mask: lookahead starts over (step_masks.py).
             if any(cache.window == cache.kv_len for cache in self.caches):
                 self._forget_lookahead()
         return DecodeStep(

@@ -39,7 +39,7 @@ from specache_fx.capture.graph.graph_utils import (
     value_of,
 )
 from specache_fx.capture.graph.left_alone import BREAKS, GROW, LEAVE, LeaveAlone
-from specache_fx.capture.positions.find_sources import Token
+from specache_fx.capture.positions.find_token import Token
 from specache_fx.capture.program import AttentionCore, AttentionSite, Phase, Refusal, Side
 from specache_fx.config import SpecacheConfig
 from specache_fx.runtime.handle import unfit_reason

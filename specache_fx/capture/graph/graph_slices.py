@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from specache_fx.capture.graph.graph_utils import placeholders, value_of
-from specache_fx.capture.graph.pieces import Piece
+from specache_fx.capture.graph.segments import Segment
 from specache_fx.runtime.graph_part import Part
 from specache_fx.runtime.ops import SDPA
 
@@ -39,7 +39,7 @@ def extract(
     """
     needed = ancestors([*results, *effects], inputs).difference(inputs)
     nodes = tuple(node for node in gm.graph.nodes if node in needed)
-    return Piece(nodes, tuple(inputs), tuple(results)).graph(gm)
+    return Segment(nodes, tuple(inputs), tuple(results)).graph(gm)
 
 
 def cut_out(gm: GraphModule, results: list[Node], effects: Sequence[Node] = ()) -> Part:

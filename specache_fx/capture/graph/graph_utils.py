@@ -68,6 +68,12 @@ def is_integer(node: Any) -> bool:
     )
 
 
+def is_integer_tensor(node: Node) -> bool:
+    """Whether a node is a tensor of indices."""
+    value = value_of(node)
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.int32)
+
+
 def is_float(node: Any, dims: int = 4) -> bool:
     """Whether a node is a tensor of floating point numbers, of one dimension or up to that many."""
     value = value_of(node) if isinstance(node, Node) else None

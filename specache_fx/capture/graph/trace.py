@@ -51,7 +51,7 @@ from specache_fx.capture.graph.graph_utils import (
     target_name,
     value_of,
 )
-from specache_fx.capture.graph.segments import CannotCut, Joined, Segment, cut
+from specache_fx.capture.graph.segments import NAME, CannotCut, Joined, Segment, cut
 from specache_fx.capture.graph.simplify import simplify
 from specache_fx.capture.graph.subclasses import flatten, unflatten
 from specache_fx.errors import first_line
@@ -85,9 +85,9 @@ def trace(gm: GraphModule) -> GraphModule:
         try:
             traced = _by_segments(marked)
         except (CannotCut, TraceError):  # a view may be written to in another segment
-            traced, names = _traced(marked, inputs)
-            for node, name in names.items():
-                node._rename(name)
+            traced = _functional_graph(_Named(marked).run, inputs)
+            for node in traced.graph.nodes:
+                node._rename(node.meta.pop(NAME, node.name))
     except TraceError:
         raise
     except Exception as error:  # of any operator: the model runs as it is then
@@ -110,25 +110,21 @@ def _by_segments(gm: GraphModule) -> GraphModule:
     # A subclass has more than its signature.
     if list(map(id, flatten(given))) != list(map(id, given)):
         raise CannotCut
-    forms = [segment.fingerprint(segment.input_signatures()) for segment in segments]
+    forms = [segment.fingerprint() for segment in segments]
     if len(set(forms)) == len(forms):
         raise CannotCut
+
+    def traced(segment: Segment) -> GraphModule:
+        run, inputs = _Named(segment.graph(gm)).run, [value_of(node) for node in segment.inputs]
+        functional = _functional_graph(run, inputs)
+        if any(map(writes_in_place, functional.graph.nodes)):
+            raise CannotCut
+        return functional
+
     joined = Joined(gm)
-    known: dict[str, tuple[Segment, GraphModule, dict[Node, str]]] = {}
     for segment, form in zip(segments, forms, strict=True):
-        if form not in known:
-            traced, names = _traced(segment.graph(gm), [value_of(node) for node in segment.inputs])
-            if any(map(writes_in_place, traced.graph.nodes)):
-                raise CannotCut
-            known[form] = segment, traced, names
-        joined.add(segment, *known[form])
+        joined.add(segment, form, traced)
     return joined.finish()
-
-
-def _traced(gm: GraphModule, inputs: Sequence[Any]) -> tuple[GraphModule, dict[Node, str]]:
-    """A functional graph, and the names of the nodes of `gm` that its nodes compute the results of."""
-    names: dict[Node, str] = {}
-    return _functional_graph(lambda *values: _Named(gm, names).run(*values), inputs), names
 
 
 def _functional_graph(function: Callable[..., Any], inputs: Sequence[Any]) -> GraphModule:
@@ -205,11 +201,7 @@ def _graph_of(function: Callable[..., Any], operands: Sequence[Any]) -> tuple[Gr
 
 
 class _Named(Interpreter):
-    """Runs a graph while it is traced, and notes which node is the result of each of its own."""
-
-    def __init__(self, gm: GraphModule, names: dict[Node, str]) -> None:
-        super().__init__(gm)
-        self._names = names
+    """Runs a graph while it is traced, and notes which node is the result of each of its own (`NAME`)."""
 
     def run_node(self, n: Node) -> Any:
         """Run one node."""
@@ -218,7 +210,7 @@ class _Named(Interpreter):
             tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
             traced = get_proxy_slot(torch._from_functional_tensor(result.elem), tracer, None)
             if traced is not None:
-                self._names.setdefault(traced.proxy.node, n.name)
+                traced.proxy.node.meta.setdefault(NAME, n.name)
         return result
 
 

@@ -37,7 +37,6 @@ from specache_fx.capture.graph.left_alone import LEAVE, LeaveAlone
 from specache_fx.capture.program import AttentionSite
 from specache_fx.runtime.sources import PositionalPart, Sources
 
-_NUMBERS = (torch.SymInt, torch.SymFloat)
 _LOOKS_UP = ("embedding", "index", "index_select", "gather", "take")
 
 
@@ -64,19 +63,33 @@ def find_prelude(
     Raises:
         LeaveAlone: If every length would be a graph of its own.
     """
-    readers = _readers(gm.graph, sites, kept)
+    reads = _reads(gm.graph, sites, kept)
     positional, data = _origins(gm.graph, sources)
-    inside = dict.fromkeys(node for node in gm.graph.nodes if node in positional and node not in data)
-    numbers = (node for node in inside if shape_of(node) is None and isinstance(value_of(node), _NUMBERS))
-    computed = (user for node in numbers for user in readers.get(node, ()) if user not in inside)
-    if lengths_are_static and (number := next(computed, None)) is not None:
+    inside = positional - data
+    rest = [node for node in gm.graph.nodes if node in reads and node not in inside]
+    number = next(
+        (node for node in rest if any(each in inside and _is_number(each) for each in reads[node])), None
+    )
+    if lengths_are_static and number is not None:
         raise LeaveAlone(
             f"`{number.name}` ({source_of(number)}) computes with the number of tokens as a Python number, so that"
             " every length would be a graph of its own",
             "Make it a tensor, of position_ids or a mask.",
         )
-    item = next((node for node in data if target_name(node) == "_local_scalar_dense"), None)
-    if item is not None:
+    _check_items(data)
+    outside = ancestors(node for node in inside if _runs_outside(node)) & inside
+    entering = {each for node in reads.keys() - outside for each in reads[node]}.union(kept) & outside
+    boundary = [node for node in gm.graph.nodes if node in entering and shape_of(node) is not None]
+    asserts = [node for node in gm.graph.nodes if node not in data and _asserts(node)]
+    later = cut_out(gm, boundary)
+    _clamp_embeddings(later.graph)
+    prelude = PositionalPart(cut_out(gm, boundary, asserts), later, sources)
+    return prelude, tuple(boundary), tuple(asserts)
+
+
+def _check_items(data: set[Node]) -> None:
+    """Raise where a number of the model's data would be a constant of the graph."""
+    for item in (node for node in data if target_name(node) == "_local_scalar_dense"):
         what, each = "makes a Python number of the model's data", "number"
         remedy = "Keep it a tensor."
         grapharg = item.all_input_nodes[0].meta.get("grapharg")
@@ -85,19 +98,6 @@ def find_prelude(
             remedy = "Keep it as an attribute of the module, or compile without dynamic=True."
         reason = f"{described(item)} {what}, so that every {each} would be a graph of its own"
         raise LeaveAlone(reason, f"{remedy} {LEAVE}.")
-    outside = ancestors(node for node in inside if _runs_outside(node)) & inside.keys()
-    boundary = [
-        node
-        for node in gm.graph.nodes
-        if node in outside
-        and shape_of(node) is not None
-        and (node in kept or any(user not in outside for user in readers.get(node, ())))
-    ]
-    asserts = [node for node in gm.graph.nodes if node not in data and _asserts(node)]
-    later = cut_out(gm, boundary)
-    _clamp_embeddings(later.graph)
-    prelude = PositionalPart(cut_out(gm, boundary, asserts), later, sources)
-    return prelude, tuple(boundary), tuple(asserts)
 
 
 def _runs_outside(node: Node) -> bool:
@@ -113,8 +113,12 @@ def _asserts(node: Node) -> bool:
     return target_name(node).startswith(("_assert", "sym_constrain"))
 
 
-def _readers(graph: Graph, sites: Sequence[AttentionSite], kept: Sequence[Node]) -> dict[Node, set[Node]]:
-    """The readers of each node once the cache is out of the graph."""
+def _is_number(node: Node) -> bool:
+    return shape_of(node) is None and isinstance(value_of(node), (torch.SymInt, torch.SymFloat))
+
+
+def _reads(graph: Graph, sites: Sequence[AttentionSite], kept: Sequence[Node]) -> dict[Node, Sequence[Node]]:
+    """The nodes that are needed once the cache is out of the graph, and what each reads then."""
     of_sites = {
         site.core.node: [
             each
@@ -123,18 +127,14 @@ def _readers(graph: Graph, sites: Sequence[AttentionSite], kept: Sequence[Node])
         ]
         for site in sites
     }
-    readers: dict[Node, set[Node]] = {}
+    reads: dict[Node, Sequence[Node]] = {}
     work = [*kept, *(node for node in graph.nodes if node.op == "call_function" and has_effect(node))]
-    seen = set[Node]()
     while work:
         node = work.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        for read in of_sites.get(node, node.all_input_nodes):
-            readers.setdefault(read, set()).add(node)
-            work.append(read)
-    return readers
+        if node not in reads:
+            reads[node] = of_sites.get(node, node.all_input_nodes)
+            work.extend(reads[node])
+    return reads
 
 
 def _origins(graph: Graph, sources: Sources) -> tuple[set[Node], set[Node]]:

@@ -1,75 +1,28 @@
-"""The token, positions, lengths and masks among a decode graph's inputs: by dependence, not by name."""
+"""The positions, lengths and masks among a decode graph's inputs: by dependence, not by name."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from specache_fx.capture.graph.collectives import full_rows
 from specache_fx.capture.graph.graph_slices import ancestors
 from specache_fx.capture.graph.graph_utils import (
     is_integer,
+    is_integer_tensor,
     is_static_input,
     placeholders,
     shape_of,
     symbols_of,
-    target_name,
     value_of,
 )
 from specache_fx.capture.positions.newest_tokens import NEWEST_OF
 from specache_fx.capture.program import AttentionSite, CacheForm
 from specache_fx.runtime.handle_form import token_dim
 from specache_fx.runtime.sources import Sources
-
-_SAME_TOKENS = {"reshape", "unsqueeze", "squeeze", "_to_copy", "clone", "index_put", "masked_fill", "where"}
-_SAME_TOKENS |= {"sub"}  # where a shard of a table begins
-
-
-class Token(NamedTuple):
-    """The input of token ids; None and None where a graph takes none.
-
-    Attributes:
-        node: It.
-        vocabulary: Rows of its table of embeddings.
-    """
-
-    node: Node | None
-    vocabulary: int | None
-
-
-def find_token(graph: Graph) -> Token:
-    """The integer input that indexes an embedding whose table has a row per logit, and the table's rows.
-
-    Where processes share a table, that is the whole table.
-    """
-    shapes = [shape_of(out) for out in graph.output_node().all_input_nodes]
-    last_dims = {shape[-1] for shape in shapes if shape and isinstance(shape[-1], int)}
-    found: list[tuple[bool, Node, int]] = []
-    for start in placeholders(graph):
-        if not _is_integer_tensor(start) or is_static_input(start):
-            continue
-        work, seen = [start], set()
-        while work:
-            node = work.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            for user in node.users:
-                if target_name(user) == "embedding" and user.args[1] is node:
-                    table = shape_of(user.args[0])
-                    assert table is not None
-                    rows = full_rows(user, int(table[0]), last_dims)
-                    found.append((rows in last_dims, start, rows))
-                elif target_name(user) in _SAME_TOKENS:
-                    work.append(user)
-    if not found:
-        return Token(None, None)
-    _, node, rows = max(found, key=lambda entry: (entry[0], NEWEST_OF in entry[1].meta))
-    return Token(node, rows)
 
 
 def find_sources(
@@ -112,7 +65,7 @@ def find_sources(
         elif node in masks_of_windows or (node is not token and _is_mask(node, shape, past_len, grows)):
             masks.add(i)
             shape = shape[:-1]
-        elif node is not token and _is_integer_tensor(node) and _is_of_tokens(shape, token):
+        elif node is not token and is_integer_tensor(node) and _is_of_tokens(shape, token):
             counts.add(i)
         fixed = fixed.union(*map(symbols_of, shape))
     lengths, of_lengths = _lengths(inputs, windows, growing, fixed)
@@ -164,24 +117,20 @@ def _is_mask(node: Node, shape: tuple[Any, ...], past_len: Any, grows: bool) -> 
     """
     if len(shape) < 2:
         return False
-    if _is_integer_tensor(node) or value_of(node).dtype == torch.bool:
+    is_open = isinstance(shape[-1], torch.SymInt)
+    if is_integer_tensor(node) or value_of(node).dtype == torch.bool:
         # Where Dynamo knows that the context grows, it knows so of its masks. Windows alone don't tell it.
-        return isinstance(shape[-1], torch.SymInt) or (not grows and shape[-1] > 1)
-    whole = statically_known_true(shape[-1] == past_len + 1)
-    if len(shape) == 4:
-        return bool(value_of(node).is_floating_point() and whole and symbols_of(past_len))
-    is_whole = isinstance(shape[-1], torch.SymInt) or whole
-    return bool(len(shape) == 2 and value_of(node).is_floating_point() and is_whole)
+        return is_open or (not grows and shape[-1] > 1)
+    is_whole = statically_known_true(shape[-1] == past_len + 1)
+    looks_so = (
+        is_open or is_whole if len(shape) == 2 else is_whole and len(shape) == 4 and symbols_of(past_len)
+    )
+    return bool(value_of(node).is_floating_point() and looks_so)
 
 
 def _is_of_tokens(shape: tuple[Any, ...], token: Node | None) -> bool:
     """Whether integers of a shape may be the tokens' positions."""
     return bool(shape) and (shape == (1,) or (token is not None and shape_of(token) in (shape, shape[-2:])))
-
-
-def _is_integer_tensor(node: Node) -> bool:
-    value = value_of(node)
-    return isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.int32)
 
 
 def _lengths(
@@ -232,7 +181,7 @@ def fixed_sizes(
     for i, node in enumerate(inputs):
         shape = shape_of(node) or ()
         as_long = len(shape) > 1 and node is not token and _now(shape[-1]) in lengths
-        is_whole = as_long and (_is_integer_tensor(node) or value_of(node).dtype == torch.bool)
+        is_whole = as_long and (is_integer_tensor(node) or value_of(node).dtype == torch.bool)
         if i in sources.masks or (is_whole and not is_static_input(node)):
             mask_dims[i] = len(shape) - 1
     return {

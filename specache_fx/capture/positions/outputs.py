@@ -30,23 +30,19 @@ def plan_outputs(
     `sources` are the inputs of a decode graph; None for others.
     """
     outs = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
-    slots: dict[Node, int] = {}
-    for site in sites:
-        if not site.shared:
-            slots[site.keys.output], slots[site.values.output] = 2 * site.layer, 2 * site.layer + 1
-    handles: dict[int, int] = {}
-    kept: list[int] = []
-    lengths: list[int] = []
-    constants: dict[int, object] = {}
-    for i, out in enumerate(outs):
-        if not isinstance(out, Node):
-            constants[i] = out
-        elif out in slots:
-            handles[i] = slots[out]
-        elif sources is not None and (is_integer(out) or _tells_length(out, sources)):
-            lengths.append(i)
-        else:
-            kept.append(i)
+    slots = {
+        side.output: 2 * site.layer + i
+        for site in sites
+        if not site.shared
+        for i, side in enumerate((site.keys, site.values))
+    }
+    constants = {i: out for i, out in enumerate(outs) if not isinstance(out, Node)}
+    handles = {i: slots[out] for i, out in enumerate(outs) if i not in constants and out in slots}
+    others = [i for i in range(len(outs)) if i not in constants and i not in handles]
+    lengths = [
+        i for i in others if sources is not None and (is_integer(outs[i]) or _tells_length(outs[i], sources))
+    ]
+    kept = [i for i in others if i not in lengths]
     plan = OutputPlan(
         handles=handles,
         kept=tuple(kept),
@@ -64,11 +60,8 @@ def _tells_length(out: Node, sources: Sources) -> bool:
     """
     if not any(isinstance(size, torch.SymInt) for size in shape_of(out) or ()):
         return False
-    moving, needed, inputs = (
-        sources.counts | sources.masks | sources.caches,
-        ancestors([out]),
-        placeholders(out.graph),
-    )
+    moving, needed = sources.counts | sources.masks | sources.caches, ancestors([out])
+    inputs = placeholders(out.graph)
     whole_ids = {node.meta.get(NEWEST_OF) for node in inputs}
     return all(
         i in moving or node in whole_ids or is_static_input(node) or is_integer(node)
