@@ -51,10 +51,11 @@ def cache_shapes(config: Any) -> tuple[list[LayerShape], str]:
             head: a plan without that would be silently wrong.
     """
     text = config.get_text_config(decoder=True)  # of a model with several parts
-    auto = AutoModelForCausalLM if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
+    known = [each for each in (text, config) if type(each) in MODEL_FOR_CAUSAL_LM_MAPPING]
+    auto = AutoModelForCausalLM if known else AutoModel
     try:
         with FakeTensorMode(), torch.no_grad():
-            model = auto.from_config(text, dtype=text.dtype or torch.bfloat16).eval()
+            model = auto.from_config((*known, text)[0], dtype=text.dtype or torch.bfloat16).eval()
             model.set_experts_implementation("batched_mm")  # others choose sizes by numbers
             cache = model(torch.zeros(1, 2, dtype=torch.long), use_cache=True).past_key_values
     except Exception as error:  # whatever a model's own code raises
