@@ -52,9 +52,10 @@ types: $(STAMP)
 check: lint types
 
 # The inner loop. Each of them takes seconds.
-QUICK := tests/unit/capture/test_trace.py tests/unit/passes/test_decode_graphs.py tests/unit/passes/test_heads_first.py \
-    tests/unit/passes/test_graph_utils.py $(addprefix tests/unit/runtime/test_, quant_kivi.py quant_methods.py select.py \
-    metrics.py sink_rows.py token_history.py mask_rows.py machine_memory.py packing.py) \
+QUICK := tests/unit/capture/graph/test_trace.py tests/unit/capture/graph/test_graph_utils.py \
+    tests/unit/capture/caches/test_heads_first.py tests/unit/passes/test_decode_graphs.py \
+    $(addprefix tests/unit/runtime/test_, quant_kivi.py quant_methods.py select.py metrics.py sink_rows.py \
+    token_history.py mask_rows.py machine_memory.py packing.py) \
     tests/unit/test_layering.py tests/laws/test_laws.py::test_kivi_equals_the_dense_oracle \
     'tests/models/test_models.py::test_tokens_equal_eager_with_bits_16[llama]'
 quick: $(STAMP)

@@ -5,9 +5,6 @@ Modules that need torch are imported inside the commands, so that `--help` and b
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,18 +12,24 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from typer import Argument, Option
 
-from specache_fx.cli.common import JsonFile, as_bad_parameter, check_dtype, check_folder
+from specache_fx.cli.common import (
+    Dtype,
+    JsonFile,
+    Threads,
+    as_bad_parameter,
+    check_dtype,
+    check_folder,
+    progress_bar,
+    write_json,
+)
 from specache_fx.config import BITS
 from specache_fx.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="The laboratory of specache_fx.")
 
-Threads = Annotated[int | None, Option(min=1, help="CPU threads; torch's choice by default.")]
 Device = Annotated[str, Option(help="auto, cpu or cuda.")]
-Dtype = Annotated[str, Option(help="bfloat16, float16 or float32.")]
 Widths = Annotated[list[int] | None, Option("--bits", help="Widths, for methods that have one.")]
 Seed = Annotated[int, Option(min=0, help="Of the prompts.")]
 Results = Annotated[Path, Option("--out", help="Folder of the results.")]
@@ -36,25 +39,9 @@ _METHODS = ["full", "specache", "kivi"]
 _SPELLING = "Options as in specache,bits=1,top_k=32. Several: repeat it."
 
 
-@contextmanager
-def _progress(console: Console, threads: int | None) -> Iterator[Progress]:
-    """A bar; the terminal is its alone, and our errors end in a usage message."""
-    from specache_fx.cli.quiet import quiet
-
-    text = TextColumn("{task.description:<40.40}")
-    columns = (text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress, quiet(threads), as_bad_parameter():
-        yield progress
-
-
 def _check_out(out: Path) -> None:
     if not out.is_dir():
         raise ConfigError(f"--out {out}: give a folder that exists.")
-
-
-def _write(file: Path | None, report: dict[str, Any]) -> None:
-    if file is not None:
-        file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 @app.command("eval")
@@ -96,7 +83,7 @@ def eval_command(
     if bool(task) == (text is not None):
         raise typer.BadParameter("Give either --task NAME or --text FILE.")
     console = Console()
-    with _progress(console, threads) as progress:
+    with progress_bar(console, threads) as progress:
         from specache_bench.lab import Lab
         from specache_bench.methods import needs_budget, read_methods
         from specache_bench.records import Job, Record
@@ -172,7 +159,7 @@ def attention_command(
 ) -> None:
     """Time one layer's attention over a whole cache."""
     console, results, lengths = Console(), [], kv_len or [32768]
-    with _progress(console, threads) as progress:
+    with progress_bar(console, threads) as progress:
         from specache_bench.lab import device_of
         from specache_bench.records import read_spelling
         from specache_bench.report import attention_table
@@ -188,7 +175,7 @@ def attention_command(
             given = (bits or [2, 1], ["turboquant", "kivi"], where, dtype, rounds)
             results.append(made.run(*given, lambda: progress.advance(bar)))
     console.print(*map(attention_table, results))
-    _write(json_file, {**origin, "settings": {"rounds": rounds}, "results": results})
+    write_json(json_file, {**origin, "settings": {"rounds": rounds}, "results": results})
 
 
 @app.command("decode")
@@ -218,7 +205,7 @@ def decode_command(
 ) -> None:
     """Time whole decode steps, for each batch and context."""
     console, results = Console(), list[dict[str, Any]]()
-    with _progress(console, threads) as progress:
+    with progress_bar(console, threads) as progress:
         from specache_bench.lab import device_of
         from specache_bench.report import decode_tables
         from specache_bench.speed import DecodeSteps, ModelSize, check_methods, speed_methods
@@ -246,7 +233,7 @@ def decode_command(
             results.append(case.run(chosen, where, on_method, trace if case is cases[-1] else None))
         named = {name: {"method": one.name, **dict(one.options)} for name, one in chosen.items()}
         settings = {"rounds": rounds, "steps": steps, "methods": named}
-        _write(json_file, {**origin, "settings": settings, "results": results})
+        write_json(json_file, {**origin, "settings": settings, "results": results})
     for result in results:
         console.print(*decode_tables(result))
 
@@ -266,7 +253,7 @@ def experiment_command(
 ) -> None:
     """Run the papers' experiments: tables, pictures, JSON, and records.jsonl, by which it goes on where it was."""
     console = Console()
-    with _progress(console, threads) as progress:
+    with progress_bar(console, threads) as progress:
         from specache_bench.experiments import EXPERIMENTS, TASKS, Scale, run_experiments, wanted
         from specache_bench.lab import Lab
 
@@ -341,12 +328,12 @@ def starts_command(
         origin, say = provenance(torch.device("cpu"), program="specache-bench"), Console().print
         if which == "chat":
             report = chat.measure(models or ["smollm2"], threads, rounds or 3, chat.WAYS, say)
-            _write(out / "chat.json", origin | report)
+            write_json(out / "chat.json", origin | report)
         elif which == "saved":
             if len(models or ()) > 1:
                 raise ConfigError("saved doesn't take a second --model: leave it out.")
             report = starts.measure_saved((models or ["smollm2"])[0], threads, rounds or 3, say)
-            _write(out / "saved.json", origin | report)
+            write_json(out / "saved.json", origin | report)
         else:
             raise ConfigError(f"There is no {which!r}: choose chat or saved.")
 

@@ -24,10 +24,10 @@ from specache_bench.decode import Decoder, Forced, Greedy, decode, last_logits_o
 from specache_bench.fetch import MODELS, model_folder
 from specache_bench.records import Method
 from specache_bench.workers import KVPRESS, WorkerProcess
+from specache_fx.cli.sizes import DTYPE_BYTES
 from specache_fx.compiled import uncompiled
 from specache_fx.errors import ConfigError
 from specache_fx.examples.suite import MODEL_DIR
-from specache_fx.sizes import DTYPE_BYTES
 
 READ_LIMIT = 4 << 30  # bytes of prompts' caches, and of distributions, that are kept for the next method
 

@@ -10,7 +10,7 @@ import rich.table
 from rich import box
 
 from specache_bench.records import Job, Record
-from specache_fx.sizes import format_size
+from specache_fx.cli.sizes import format_size
 
 DASH = "-"
 

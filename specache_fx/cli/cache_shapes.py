@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM
 
 from specache_fx.calls.known_caches import filled, grows, shape_of, states_of
@@ -43,6 +44,15 @@ def load_config(model: str) -> Any:
         ) from error
 
 
+class _Zeros(TorchDispatchMode):
+    """Reads 0 where a model asks for a number, as for the largest position, by which long contexts scale theirs."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return 0 if func is torch.ops.aten._local_scalar_dense.default else func(*args, **(kwargs or {}))
+
+
 def cache_shapes(config: Any) -> tuple[list[LayerShape], str]:
     """The layers of a model's cache that have pairs of their own, and the cache's dtype (bfloat16 by default).
 
@@ -51,10 +61,11 @@ def cache_shapes(config: Any) -> tuple[list[LayerShape], str]:
             head: a plan without that would be silently wrong.
     """
     text = config.get_text_config(decoder=True)  # of a model with several parts
-    auto = AutoModelForCausalLM if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
+    known = [each for each in (text, config) if type(each) in MODEL_FOR_CAUSAL_LM_MAPPING]
+    auto = AutoModelForCausalLM if known else AutoModel
     try:
-        with FakeTensorMode(), torch.no_grad():
-            model = auto.from_config(text, dtype=text.dtype or torch.bfloat16).eval()
+        with FakeTensorMode(), _Zeros(), torch.no_grad():
+            model = auto.from_config((*known, text)[0], dtype=text.dtype or torch.bfloat16).eval()
             model.set_experts_implementation("batched_mm")  # others choose sizes by numbers
             cache = model(torch.zeros(1, 2, dtype=torch.long), use_cache=True).past_key_values
     except Exception as error:  # whatever a model's own code raises

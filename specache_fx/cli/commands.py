@@ -11,13 +11,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from typer import Option
 
-from specache_fx.cli.common import JsonFile, as_bad_parameter, check_dtype, check_folder, write_json
+from specache_fx.cli.common import (
+    Dtype,
+    JsonFile,
+    Threads,
+    as_bad_parameter,
+    check_dtype,
+    check_folder,
+    progress_bar,
+    write_json,
+)
+from specache_fx.cli.sizes import parse_size
 from specache_fx.config import POLICIES, SpecacheConfig
 from specache_fx.errors import ConfigError
-from specache_fx.sizes import parse_size
 
 if TYPE_CHECKING:
     from specache_fx.cli.plan import Prompt
@@ -162,9 +170,9 @@ def demo_command(
     records: Annotated[int, Option(min=1, help="Records hidden in each prompt.")] = 48,
     seed: Annotated[int, Option(min=0, help="Of the prompts.")] = 0,
     batch_size: Annotated[int, Option(min=1, help="Prompts at a time.")] = 10,
-    dtype: Annotated[str, Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Dtype = "bfloat16",
     lowering: Annotated[str, Option(help="inductor, or eager: no compile time.")] = "inductor",
-    threads: Annotated[int | None, Option(min=1, help="CPU threads; torch's choice by default.")] = None,
+    threads: Threads = None,
     model: Annotated[
         Path | None, Option(help="Folder of the needle model; the trained one by default.")
     ] = None,
@@ -175,11 +183,8 @@ def demo_command(
     check_dtype(dtype)
     with as_bad_parameter():
         SpecacheConfig.from_options({"lowering": lowering})
-    from specache_fx.cli.quiet import quiet
-
     console = Console()
-    columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress, quiet(threads), as_bad_parameter():
+    with progress_bar(console, threads) as progress:
         # Inside: torchao and transformers print most of their notices while their imports run.
         from specache_fx.cli.demo import METHODS, DemoSettings, demo_json, demo_table, run_demo
         from specache_fx.examples.needle import MODEL_DIR

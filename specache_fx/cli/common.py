@@ -1,4 +1,4 @@
-"""Parts of all commands: options that are checked before the work, and errors without a traceback."""
+"""Parts of all commands: options that are checked before the work, a progress bar, and errors without a traceback."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from specache_fx.cli.sizes import DTYPE_BYTES
 from specache_fx.errors import SpecacheError
-from specache_fx.sizes import DTYPE_BYTES
 
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the numbers there too.")]
+
+Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; torch's choice by default.")]
 
 
 @contextmanager
@@ -23,6 +28,21 @@ def as_bad_parameter() -> Iterator[None]:
         yield
     except SpecacheError as error:
         raise typer.BadParameter(str(error)) from error
+
+
+@contextmanager
+def progress_bar(console: Console, threads: int | None) -> Iterator[Progress]:
+    """A bar; the terminal is its alone, and this package's errors end in a usage message."""
+    from specache_fx.cli.quiet import quiet
+
+    columns = (
+        TextColumn("{task.description:<40.40}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as progress, quiet(threads), as_bad_parameter():
+        yield progress
 
 
 def check_dtype(dtype: str) -> None:
@@ -40,4 +60,4 @@ def check_folder(file: Path | None, option: str = "--json") -> None:
 def write_json(file: Path | None, report: Any) -> None:
     """Write a report, if a file is given."""
     if file is not None:
-        file.write_text(json.dumps(report, indent=2) + "\n")
+        file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import specache_fx
 from specache_fx.cli.provenance import provenance
+from specache_fx.cli.sizes import format_size
 from specache_fx.compiled import uncompile
 from specache_fx.errors import ConfigError
 from specache_fx.examples.needle.task import ANSWER_LEN, make_prompts
-from specache_fx.sizes import format_size
 
 _KIVI = {"policy": "kivi", "group_size": 64, "residual_length": 128}
 _SPECACHE = {"policy": "specache", "group_size": 64, "residual_length": 64, "top_k": 64}

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from specache_fx.cli.sizes import format_size
 from specache_fx.config import SpecacheConfig
 from specache_fx.runtime.host_cache import ALIGN_TOKENS
 from specache_fx.runtime.layer_cache import grown_groups, reserved
@@ -24,7 +25,6 @@ from specache_fx.runtime.layout import LayerShape, Layout
 from specache_fx.runtime.quant import make_quantizer
 from specache_fx.runtime.transfer import Staging
 from specache_fx.runtime.window_cache import grown_rows
-from specache_fx.sizes import format_size
 
 _EXTRAS = ("resident_layers", "sink_tokens")  # not worth a word where they are 0
 

@@ -18,6 +18,7 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
+    ModernBertDecoderConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3NextConfig,
@@ -27,10 +28,10 @@ from typer.testing import CliRunner
 from specache_fx.cli import app
 from specache_fx.cli.demo import METHODS
 from specache_fx.cli.plan import Prompt, plan
+from specache_fx.cli.sizes import format_size, parse_size
 from specache_fx.config import BITS, SpecacheConfig
 from specache_fx.errors import ConfigError
 from specache_fx.runtime.layout import LayerShape
-from specache_fx.sizes import format_size, parse_size
 
 MISTRAL_7B = ["--layers", "32", "--kv-heads", "8", "--head-dim", "128", "--context", "32768"]
 
@@ -181,8 +182,10 @@ def test_plan_reads_a_models_config(
             [counted(8, 2, 256, 256, 512), counted(2, 2, 256, 256)],
         ),
         (DeepseekV3Config(num_hidden_layers=4), [counted(4, 1, 64, 512)]),
+        # asks its tensors for numbers
+        (ModernBertDecoderConfig(**TINY), [counted(1, 4, 16, 16), counted(2, 4, 16, 16, 64)]),
     ],
-    ids=["mistral", "gemma3-windows-alone", "gemma3", "llama4", "gemma3n", "latent"],
+    ids=["mistral", "gemma3-windows-alone", "gemma3", "llama4", "gemma3n", "latent", "numbers"],
 )
 def test_plan_sees_windows_shared_layers_and_latents(
     tmp_path: Path, config: PreTrainedConfig, shapes: list[dict[str, Any]]

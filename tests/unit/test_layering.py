@@ -117,7 +117,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.direct.inductor_start",),
     ("specache_fx.calls.this_thread",),
     ("specache_fx.report.progress",),
-    ("specache_fx.config", "specache_fx.sizes"),
+    ("specache_fx.config",),
     ("specache_fx.compiled", "specache_fx.saved.cache_tree"),
     ("specache_fx.direct.model_state",),
     ("specache_fx.errors", "specache_fx._log"),

@@ -14,7 +14,7 @@ from specache_bench.experiments import style
 from specache_bench.records import Job, Method, Record, read_spelling
 from specache_bench.report import DASH, Table
 from specache_bench.workloads import WORKLOADS, Prompts
-from specache_fx.sizes import format_size
+from specache_fx.cli.sizes import format_size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

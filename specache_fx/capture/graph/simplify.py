@@ -1,8 +1,8 @@
 """One spelling of each operator, and no operator without effect: `RULES`. `capture/graph/trace.py` ends with it.
 
 A rule is a row: the operators that it looks at, and a function of a node that calls one of them. The function changes
-the node's call, or returns the node that computes the same. `tests/unit/capture/test_simplify.py` shows a graph before
-and after each. Sizes that Dynamo left open are compared as symbols: no guard is added.
+the node's call, or returns the node that computes the same. `tests/unit/capture/graph/test_simplify.py` shows a graph
+before and after each. Sizes that Dynamo left open are compared as symbols: no guard is added.
 """
 
 from __future__ import annotations
