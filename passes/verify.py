@@ -92,9 +92,8 @@ def verify(gm: GraphModule, program: Program) -> None:
             f" not one each (and one append for each of {len(program.owners)} layers). This is a defect: please report"
             " it."
         )
-    past = {program.inputs[i] for i in program.past_inputs}
     for node in placeholders(gm.graph):
-        if node.meta.get("specache_name") in past:
+        if node.meta.get("specache_input") in program.past_inputs:
             _fail(node, "the graph still reads the contents of a handle")
     for node in gm.graph.nodes:
         value = value_of(node)

@@ -65,7 +65,6 @@ def analyse(gm: GraphModule, config: SpecacheConfig, positions: Collection[int] 
     sites = [replace(site, core=as_sdpa(gm, site.core)) for site in sites]
     program = Program(
         config,
-        inputs=tuple(node.name for node in inputs),
         weights={i: weight_name(node) for i, node in enumerate(inputs) if is_static_input(node)},
         other_kv_inputs=tuple(other_kv),
         input_forms=input_forms,
