@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -36,15 +34,4 @@ class Pass:
     @property
     def name(self) -> str:
         """As in logs, in `explain` and in `skip_passes`."""
-        return str(self._function.__name__)
-
-    @property
-    def source_hash(self) -> str:
-        """SHA-256 of the source of its module: a rewritten graph that is stored is another one once that changes."""
-        module = inspect.getmodule(self._function)
-        assert module is not None
-        return hashlib.sha256(inspect.getsource(module).encode()).hexdigest()
-
-    @property
-    def _function(self) -> Callable[..., object]:
-        return getattr(self.run, "func", self.run)  # below a `partial`
+        return str(getattr(self.run, "func", self.run).__name__)  # below a `partial`

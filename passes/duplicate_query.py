@@ -86,7 +86,7 @@ def duplicate_query(gm: GraphModule, program: Program, inputs: Sequence[Any], la
                 on_lanes.add(node)
     traced = joined.finish()
     for node, old in zip(placeholders(traced.graph), placeholders(gm.graph), strict=True):
-        node.meta["specache_name"] = old.name
+        node.meta["specache_input"] = old.meta.get("specache_input")
     results: Any = gm.graph.output_node().args[0]
     if lanes > 1:
         _spread(traced, [node in on_lanes for node in results], lanes)

@@ -51,11 +51,10 @@ def verify(gm: GraphModule, program: Program) -> None:
     """
     _check_prefetches(gm, program)
     _check_appends(gm, program)
-    past = {program.inputs[i] for i in program.past_inputs}
     for node in gm.graph.nodes:
         if node.target is _OPS.attention.default:
             _fail(node, "a marker was left behind")
-        if node.op == "placeholder" and node.meta.get("specache_name") in past:
+        if node.op == "placeholder" and node.meta.get("specache_input") in program.past_inputs:
             _fail(node, "the graph still reads the contents of a handle")
         if any(isinstance(size, torch.SymInt) for size in _sizes(value_of(node))):
             _fail(node, "its shape is not static: the graph still knows a length")

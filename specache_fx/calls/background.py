@@ -60,18 +60,17 @@ class _Threads:
         """Whether a graph is being made."""
         return self._newest is not None and self._newest.is_alive()
 
-    def begin(self, make: Callable[[], None]) -> bool:
-        """Start a thread that calls `make`; False where another one runs."""
+    def begin(self, make: Callable[[], None]) -> None:
+        """Start a thread that calls `make`, where no other one runs."""
         with self._lock:
             if self.are_running:
-                return False
+                return
             state = contextvars.copy_context(), torch.get_num_threads()  # torch's settings
             thread = threading.Thread(
                 target=self._run, args=(make, *state), daemon=True, name="specache-graph"
             )
             thread.start()
             self._newest = thread
-            return True
 
     def join(self) -> None:
         """Wait until no graph is made."""
@@ -120,8 +119,7 @@ class Background:
 
     def __init__(self, *, strict: bool) -> None:
         self._strict = strict
-        self._ready: set[Hashable] = set()
-        self._failed: dict[Hashable, Exception] = {}
+        self._made: dict[Hashable, Exception | None] = {}  # kinds with a graph; or what it failed with
         on_reset(self.forget)
 
     def is_ready(self, kind: Hashable, prepare: Callable[[], Callable[[], None] | None]) -> bool:
@@ -135,15 +133,13 @@ class Background:
         Raises:
             Exception: What the graph failed with: an error of this package, and if strict any.
         """
-        if kind in self._ready:
-            return True
         if here.waits:
-            self._ready.add(kind)
-            return True
-        if (error := self._failed.get(kind)) is not None:
-            if self._strict or isinstance(error, SpecacheError):
+            self._made[kind] = None
+        if kind in self._made:
+            error = self._made[kind]
+            if error is not None and (self._strict or isinstance(error, SpecacheError)):
                 raise error.with_traceback(None)
-            return False
+            return error is None
         if threads.are_running:
             return False
         try:
@@ -154,23 +150,22 @@ class Background:
             logger.debug("No graph is made in the background.", exc_info=error)
             make = None
         if make is None:
-            self._ready.add(kind)
+            self._made[kind] = None
         return make is None
 
     def _make(self, kind: Hashable, make: Callable[[], None]) -> None:
         try:
             make()
-            self._ready.add(kind)
+            self._made[kind] = None
         except Exception as error:
             error.__context__ = error.__cause__ = None  # their frames hold the model
-            self._failed[kind] = error.with_traceback(None)
+            self._made[kind] = error.with_traceback(None)
             if not self._strict and not isinstance(error, SpecacheError):
                 warn_once(logger, _FAILED.format(first_line(error)))
 
     def forget(self) -> None:
         """Forget which graphs there are: Dynamo has."""
-        self._ready.clear()
-        self._failed.clear()
+        self._made.clear()
 
 
 @contextlib.contextmanager

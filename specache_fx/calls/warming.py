@@ -19,26 +19,16 @@ _LENGTHS, _STEPS, _TURN = (8, 13, 21, 1), 6, 3  # tokens; Dynamo has some sizes 
 
 
 class Answer(NamedTuple):
-    """One call of `generate()`, and perhaps a further turn on its cache.
-
-    Attributes:
-        batch_size: Rows of the cache: prompts, or beams of one prompt.
-        length: Tokens of each.
-        padded: The first prompt is shorter than the others.
-        turn: Whether a further turn follows.
-        beams: Whether the rows are beams.
-    """
+    """One call of `generate()`: rows of its cache, tokens of each, a shorter first prompt, beams of one prompt."""
 
     batch_size: int
     length: int
-    padded: bool
-    turn: bool
+    padded: bool = False
     beams: bool = False
 
     def __str__(self) -> str:
-        what = "beam" if self.beams else "prompt"
-        rows = f"{self.batch_size} {what}{'s' * (self.batch_size > 1)} of {self.length} tokens"
-        return f"{rows}{', padded' * self.padded}{', and a turn' * self.turn}"
+        rows = f"{self.batch_size} {'beam' if self.beams else 'prompt'}{'s' * (self.batch_size > 1)}"
+        return f"{rows} of {self.length} tokens{', padded' * self.padded}"
 
 
 def warm_up(model: nn.Module, *, batch_sizes: Sequence[int] = (1,), turns: bool = True) -> None:
@@ -66,7 +56,7 @@ def warm_up(model: nn.Module, *, batch_sizes: Sequence[int] = (1,), turns: bool 
     if not is_list or not batch_sizes or any(type(size) is not int or size < 1 for size in batch_sizes):
         raise ConfigError(f"batch_sizes={batch_sizes!r}: give whole numbers >= 1, such as (1, 8).")
     text = _text_config(model)
-    answers = list(_answers(text, sorted(set(batch_sizes)), turns))
+    answers = list(_answers(text, sorted(set(batch_sizes))))
     if not answers:
         raise ConfigError(
             f"warm_up() needs a context of {min(_LENGTHS) + 2 * _STEPS + _TURN} tokens, and this model has"
@@ -76,7 +66,7 @@ def warm_up(model: nn.Module, *, batch_sizes: Sequence[int] = (1,), turns: bool 
     with torch.no_grad(), _plain_generation(model), having(waits=True), shown as advance:
         for answer in answers:
             advance(str(answer))
-            _give(model, answer, text.vocab_size)
+            _give(model, answer, text.vocab_size, turns=turns and not answer.beams)
 
 
 def _text_config(model: nn.Module) -> Any:
@@ -118,7 +108,7 @@ def _plain_generation(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _answers(text: Any, batch_sizes: Sequence[int], turns: bool) -> Iterator[Answer]:
+def _answers(text: Any, batch_sizes: Sequence[int]) -> Iterator[Answer]:
     """What a process may be asked: prompts of some lengths, and around a window's length."""
     window, most = getattr(text, "sliding_window", None), getattr(text, "max_position_embeddings", None)
     lengths = [*_LENGTHS]
@@ -127,17 +117,17 @@ def _answers(text: Any, batch_sizes: Sequence[int], turns: bool) -> Iterator[Ans
     lengths = [each for each in dict.fromkeys(lengths) if not most or each + 2 * _STEPS + _TURN <= most]
     for batch_size in batch_sizes:
         for length in lengths:
-            for padded in (False, True)[: 1 + (batch_size > 1)]:
-                yield Answer(batch_size, length, padded, turns)
+            yield Answer(batch_size, length)
             if batch_size > 1:
-                yield Answer(batch_size, length, padded=False, turn=False, beams=True)
+                yield Answer(batch_size, length, padded=True)
+                yield Answer(batch_size, length, beams=True)
     if batch_sizes[0] == 1 and len(batch_sizes) > 1:
         # One row has a graph of its own, and any row now one of several rows too: Dynamo takes the one that ran last.
-        yield from (Answer(1, length, padded=False, turn=turns) for length in lengths)
+        yield from (Answer(1, length) for length in lengths)
 
 
-def _give(model: Any, answer: Answer, vocab_size: int) -> None:
-    """Generate it."""
+def _give(model: Any, answer: Answer, vocab_size: int, *, turns: bool) -> None:
+    """Generate it, and a further turn."""
     device = next(model.parameters()).device
     draw = torch.Generator().manual_seed(0)  # the caller's random numbers stay as they are
     ids = torch.randint(vocab_size, (answer.batch_size, answer.length + _TURN), generator=draw).to(device)
@@ -155,7 +145,7 @@ def _give(model: Any, answer: Answer, vocab_size: int) -> None:
     rows = 1 if answer.beams else answer.batch_size
     prompt = slice(rows), slice(answer.length)
     out = model.generate(ids[prompt], attention_mask=mask[prompt], **given)
-    if answer.turn:
+    if turns:
         longer = torch.cat([out.sequences, ids[:, answer.length :]], 1)
         shown = mask.new_ones(answer.batch_size, longer.shape[1] - answer.length)
         shown = torch.cat([mask[prompt], shown], 1)

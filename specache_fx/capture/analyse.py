@@ -69,7 +69,6 @@ def analyse(gm: GraphModule, config: SpecacheConfig, positions: Collection[int] 
     sites, refusals = match_attention(gm, cores, unknown, config, token)
     program = Program(
         config,
-        inputs=tuple(node.name for node in inputs),
         weights={i: weight_name(node) for i, node in enumerate(inputs) if is_static_input(node)},
         other_kv_inputs=tuple(other_kv),
         input_forms=input_forms,

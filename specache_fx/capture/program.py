@@ -219,8 +219,6 @@ class Program:
         phase: What the graph does with the KV cache.
         sites: The attentions that are rewritten.
         refusals: Those that are not, and why.
-        inputs: Names of the graph's placeholders: Dynamo's, then those of `newest_inputs` and
-            the values of pairs (`input_forms`).
         weights: Positions of parameters and buffers among Dynamo's inputs, each with its name in the module.
         values: Python values of modules that are constants of the graph (`specache_fx/direct/traced_values.py`). None
             where they can't be read.
@@ -248,7 +246,6 @@ class Program:
     phase: Phase = Phase.NO_CACHE
     sites: tuple[AttentionSite, ...] = ()
     refusals: tuple[Refusal, ...] = ()
-    inputs: tuple[str, ...] = ()
     weights: dict[int, str] = field(default_factory=dict)
     values: dict[str, dict[str, str]] | None = field(default_factory=dict)
     floats: dict[int, tuple[str, str]] = field(default_factory=dict)

@@ -132,8 +132,10 @@ def _watch_frames(convert: Any) -> Any:
     def watched(self: Any, frame: Any, *args: Any, skip: int = 0, **kwargs: Any) -> Any:
         backend, options = backend_of(self)
         is_ours = hasattr(backend, "given_up")
-        noted = _noted(frame) if is_ours else contextlib.nullcontext()
-        with _taken_back(), noted, _recompiles(frame.f_code):
+        with _settings(frame.f_code, is_ours=is_ours), contextlib.ExitStack() as noted:
+            if is_ours:
+                noted.enter_context(graph_breaks.converting(frame))
+                noted.enter_context(tracing())
             try:
                 return convert(self, frame, *args, skip=skip + 1, **kwargs)
             except Exception as error:
@@ -145,31 +147,20 @@ def _watch_frames(convert: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _taken_back() -> Iterator[None]:
-    """What `retrace` sets holds for one frame."""
-    marks, sizes = cast(Any, torch.compiler.config), cast(Any, torch._dynamo.config)
-    kept = sizes.patch(force_parameter_static_shapes=sizes.force_parameter_static_shapes)
-    with marks.patch(dynamic_sources=marks.dynamic_sources), kept:
-        yield
+def _settings(code: CodeType, *, is_ours: bool) -> Iterator[None]:
+    """While Dynamo converts a frame: what `retrace` sets holds for that one.
 
-
-@contextlib.contextmanager
-def _noted(frame: Any) -> Iterator[None]:
-    """While Dynamo converts a frame for this backend."""
-    _compiled.add(frame.f_code)
-    with graph_breaks.converting(frame), tracing():
-        yield
-
-
-def _recompiles(code: CodeType) -> contextlib.AbstractContextManager[Any]:
-    """No `recompile_limit` for code of this backend, whoever compiles it, but Dynamo's limit of all compiles.
-
-    Before a graph is rewritten no handle can meet uncompiled code, and the limit holds.
+    No `recompile_limit` for code of this backend, whoever compiles it, but Dynamo's limit of all compiles. Before a
+    graph is rewritten no handle can meet uncompiled code, and the limit holds.
     """
-    if code not in _compiled or not graph_breaks.has_rewritten():
-        return contextlib.nullcontext()
-    limits: Any = torch._dynamo.config
-    return limits.patch(recompile_limit=limits.accumulated_recompile_limit)
+    if is_ours:
+        _compiled.add(code)
+    marks, sizes = cast(Any, torch.compiler.config), cast(Any, torch._dynamo.config)
+    kept = {"force_parameter_static_shapes": sizes.force_parameter_static_shapes}
+    if code in _compiled and graph_breaks.has_rewritten():
+        kept["recompile_limit"] = sizes.accumulated_recompile_limit
+    with marks.patch(dynamic_sources=marks.dynamic_sources), sizes.patch(**kept):
+        yield
 
 
 def _watch_breaks(log: Any) -> Any:

@@ -106,14 +106,13 @@ class _Uncompiled:
     keeps: bool
 
 
-_behind: dict[Place, Break] = {}  # by the line at which the code behind a break goes on
-_last: dict[Place, Break] = {}  # by the first line of the code
-_frames: dict[Place, _Uncompiled] = {}  # likewise
+_breaks: dict[Place, Break] = {}  # by the line that the code behind goes on at, and by the code's first line
+_frames: dict[Place, _Uncompiled] = {}  # by the first line of the code
 _attentions: set[Place] = set()  # that were rewritten
 _here = threading.local()
 
 
-for _each in (_behind, _last, _frames, _attentions):
+for _each in (_breaks, _frames, _attentions):
     on_reset(_each.clear)
 
 
@@ -125,7 +124,7 @@ def note(code: CodeType, line: int, error: Exception) -> None:
         line: The line that breaks, or calls what does.
         error: Dynamo's.
     """
-    _behind[code.co_filename, line] = _last[_first_line(code)] = _break(error)
+    _breaks[code.co_filename, line] = _breaks[_first_line(code)] = _break(error)
 
 
 @contextlib.contextmanager
@@ -145,17 +144,15 @@ def around(gm: GraphModule) -> Around:
         return Around()
     code: CodeType = traced.f_code
     resumed = _RESUMED.match(code.co_name)
-    before = _behind.get((code.co_filename, int(resumed[1]))) if resumed else None
+    before = _breaks.get((code.co_filename, int(resumed[1]))) if resumed else None
     callers = list(_callers())
     before = before or next((each.found for each in callers if each.attends or each.keeps), None)
-    caller = callers[0].found if callers else None
     reason: Any = getattr(gm, "compile_subgraph_reason", None)
-    if reason is None or not reason.graph_break:
-        return Around(before, caller)
-    ended, message = _last.get(_first_line(code)), None
+    ended = _breaks.get(_first_line(code)) if reason is not None and reason.graph_break else None
+    message = None
     if ended is not None and reason.reason == _REST_RUNS_UNCOMPILED:
         message = _uncompiled(traced, ended, reason.user_stack[0].lineno)
-    return Around(before or ended, caller, message)
+    return Around(before or ended, callers[0].found if callers else None, message)
 
 
 def _callers() -> Iterator[_Uncompiled]:
@@ -169,14 +166,12 @@ def _callers() -> Iterator[_Uncompiled]:
 
 def named(program: Program, piece: Around) -> Program:
     """The findings on a graph, with the break that its refusals suspect, and the one that leaves it one lane."""
-    program = replace(program, decoding=_named_lane(program, piece))
-    if piece.found is None:
-        return program
-    remedy = f"{piece.found}. {piece.found.remedy}"
+    remedy = None if piece.found is None else f"{piece.found}. {piece.found.remedy}"
     refusals = tuple(
-        replace(each, remedy=remedy) if each.remedy == BREAKS else each for each in program.refusals
+        replace(each, remedy=remedy) if remedy and each.remedy == BREAKS else each
+        for each in program.refusals
     )
-    return replace(program, refusals=refusals)
+    return replace(program, refusals=refusals, decoding=_named_lane(program, piece))
 
 
 def _named_lane(program: Program, piece: Around) -> Decoding | None:

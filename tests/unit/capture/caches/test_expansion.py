@@ -12,6 +12,7 @@ from support import graphs
 from support.cases import nightly_unless
 from torch import Tensor, nn
 
+from specache_fx.capture.graph.graph_utils import placeholders
 from specache_fx.capture.program import Program
 from specache_fx.runtime.expansion import Expansion
 
@@ -104,8 +105,9 @@ def expansion_of(model: Latent, program: Program) -> Expansion:
 def check(model: Latent, expand: Expand, program: Program, tokens: int) -> None:
     expansion = expansion_of(model, program)
     names = {"up": model.up, "bias": model.bias}
+    inputs = placeholders(program.sites[0].core.node.graph)
     args = [
-        next((names[n] for n in names if name.endswith(f"parameters_{n}_")), None) for name in program.inputs
+        next((names[n] for n in names if each.name.endswith(f"parameters_{n}_")), None) for each in inputs
     ]
     keys, latents = torch.randn(BATCH, 1, tokens, ROPE), torch.randn(BATCH, 1, tokens, LATENT)
     before = keys.clone(), latents.clone()
