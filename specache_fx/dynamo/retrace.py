@@ -19,7 +19,7 @@ from torch._dynamo import variables
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import TracingContext
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from specache_fx.capture.graph.graph_utils import source_name
 from specache_fx.capture.graph.trace import GROWS
@@ -71,17 +71,15 @@ def trace_as_growing(inputs: Sequence[Node], program: Program) -> Program:
     return replace(program, decoding=replace(program.decoding, fixed_lengths=frozenset(lengths)))
 
 
-def count_as_growing(positions: GraphModule) -> None:
+def count_as_growing(rows: Collection[int]) -> None:
     """Have Dynamo start over where the row that a token is written into is a constant, which the module counts.
 
     Args:
-        positions: Computes the rows that a call writes (see `FixedCaches`).
+        rows: The constant rows that a call writes (see `FixedCaches`).
 
     Raises:
         TraceAgain: If a count was not marked before.
     """
-    results: Any = positions.graph.output_node().args[0]
-    rows = {row for row in results if type(row) is int}
     if rows and _mark_counts(_fixed_lengths(rows)[0]):
         raise TraceAgain(restart_reason="specache: the row that a token is written into is a variable")
 
