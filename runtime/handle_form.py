@@ -63,8 +63,8 @@ MOST_DIMS = 5
 """Of a form."""
 FORMS = tuple(_forms())
 """The forms of caches that are supported; of two that fit, the first one counts."""
-FOLDED = "(batch heads) tokens channels"
-"""A form of a call's tokens, and of no cache."""
+FOLDED = "(batch heads) tokens channels", "tokens (batch heads) channels"
+"""Forms of a call's tokens, and of no cache; the second one where a single sequence has no batch."""
 
 
 def num_sides(form: str) -> int:
@@ -88,7 +88,7 @@ def steps_to_side(form: str, num_kv_heads: int, side: int) -> list[Step]:
     if (PAIR,) in dims:
         steps.append(("select", (dims.index((PAIR,)), side)))
     if (merged := _merged(form)) is not None:
-        sizes = (-1, num_kv_heads) if form == FOLDED else (num_kv_heads, -1)
+        sizes = (-1, num_kv_heads) if form in FOLDED else (num_kv_heads, -1)
         steps.append(("unflatten", (merged, sizes)))
     return steps + _permuted(order_of(form))
 

@@ -13,7 +13,7 @@ from torch._guards import TracingContext, tracing
 from torch.fx import GraphModule
 
 from specache_fx._log import warn_once
-from specache_fx.capture.analyse import analyse, kv_inputs, may_have_cache
+from specache_fx.capture.analyse import analyse, attention_cores, kv_inputs, may_have_cache
 from specache_fx.capture.attention.flex_attention import masks_alone_as_sdpa
 from specache_fx.capture.caches.buffer_reads import BufferRead, buffer_reads, has_past, writes_tokens
 from specache_fx.capture.caches.fixed_caches import grow
@@ -27,7 +27,7 @@ from specache_fx.capture.graph.graph_utils import (
     reads_shape_only,
     value_of,
 )
-from specache_fx.capture.graph.left_alone import GROWING, LEAVE, LeaveAlone
+from specache_fx.capture.graph.left_alone import GROWING, LEAVE, LeaveAlone, sdpa_instead
 from specache_fx.capture.graph.subclasses import flatten
 from specache_fx.capture.graph.trace import TraceError, trace
 from specache_fx.capture.program import Phase, Program, Refusal, merged_messages
@@ -241,15 +241,14 @@ class _Compile:
 
         follows = has_past(reads)
         runner, plan = self._grown(graph, reads, follows)
-        if plan is not None and plan.q_len == 1:  # within Dynamo's trace, which may start over
-            rows: Any = plan.positions.graph.graph.output_node().args[0]
-            count_as_growing({row for row in rows if type(row) is int})
+        if plan is not None and plan.is_step:  # within Dynamo's trace, which may start over
+            count_as_growing(plan.rows)
         return FixedCacheRunner(make_later, follows, (runner, plan))
 
     def _grown(self, graph: GraphModule, reads: Sequence[BufferRead], has_past: bool) -> Growing:
         """The runner of calls with a past, or of those without, with caches that grow in place of buffers."""
         graph, plan = grow(graph, reads, has_past=has_past)
-        program = self._analysed(graph, plan.starts + plan.positions.inputs)
+        program = self._analysed(graph, plan.numbers.inputs)
         buffers = {buffer.input for buffer in plan.buffers}
         program = replace(
             program, weights={i: name for i, name in program.weights.items() if i not in buffers}
@@ -258,10 +257,11 @@ class _Compile:
             first = program.refusals[0]
             raise LeaveAlone(f"its caches are written in place, and {first.message}", first.remedy)
         if 2 * len(program.owners) != len(plan.buffers):
-            raise LeaveAlone(
-                "its caches are written in place, and not all of them are read by attention", LEAVE
-            )
-        if plan.q_len != 1 and self._config.lowering == "inductor":  # fused, no mask is kept
+            _, unknown = attention_cores(graph)
+            softmax, reason = next(iter(unknown.items()), (None, "not all of them are read by attention"))
+            remedy = LEAVE if softmax is None else sdpa_instead(softmax)
+            raise LeaveAlone(f"its caches are written in place, and {reason}", remedy)
+        if not plan.is_step and self._config.lowering == "inductor":  # fused, no mask is kept
             roots = [value_of(node) for node in placeholders(plan.shown.graph.graph)]
             lowered = lower(plan.shown.graph, roots, self._config.lowering)
             plan = replace(plan, shown=plan.shown._replace(graph=lowered))

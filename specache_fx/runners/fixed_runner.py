@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from specache_fx.capture.caches.buffers import Buffer, FixedCaches, size_in
+from specache_fx.capture.caches.buffers import Buffer, FixedCaches
 from specache_fx.capture.caches.cache_records import Tokens
 from specache_fx.errors import CacheHandleError
 from specache_fx.lowering import Compiled
@@ -21,6 +21,26 @@ HOST = "cpu"
 """The device whose positions are read in every step. On others the host would wait for them."""
 Growing = tuple[Compiled, FixedCaches | None]
 """The graph's runner, and the handling of its buffers; None where it is left alone."""
+
+
+class _Call(NamedTuple):
+    """Where a call stands.
+
+    Attributes:
+        start: The row of its first token.
+        q_len: Its tokens.
+        batch: Its sequences.
+        rooms: Tokens that each buffer has room for.
+        counted: The next values of counters.
+        agrees: On a device the host doesn't read: whether all that is so, `[]`.
+    """
+
+    start: int
+    q_len: int
+    batch: int
+    rooms: Sequence[int]
+    counted: Sequence[Any]
+    agrees: torch.Tensor | None
 
 
 class FixedCacheRunner:
@@ -53,20 +73,22 @@ class FixedCacheRunner:
             CacheHandleError: If tokens are written elsewhere than behind the tokens that are there, or earlier, or the
                 buffers are not those of one session.
         """
+        given = _buffers(self._plan, args)
         with inference():
-            start, q_len, agrees = self._locate_tokens(args)
-        runner, plan = self._runner(start > 0)
+            call = _located(self._plan, given, args)
+        has_past = call.start > 0
+        if has_past not in self._made:
+            self._made[has_past] = self._make(has_past)
+        runner, plan = self._made[has_past]
         if plan is None:
             return runner(*args)
         # A prompt's buffers are freed before it runs.
-        extents = None if start else _extents(plan, args)
-        agrees = self._masks_agree(plan, args, start + q_len, agrees)
-        given = _buffers(plan, args)
+        extents = _extents(plan, call, args)
         with inference():
-            if start:
+            if has_past:
                 fixed_buffers.restore_others(given, len(plan.buffers))
-            inputs = self._inputs(plan, args, start, q_len)
-            shapes = fixed_buffers.free(given) if not start else None
+            inputs = _inputs(plan, call, args)
+            shapes = None if has_past else fixed_buffers.free(given)
         try:
             results = runner(*inputs)
         except BaseException:
@@ -75,124 +97,105 @@ class FixedCacheRunner:
                     fixed_buffers.lose(given, shapes)
             raise
         with inference():
-            outs = self._finish(plan, args, results, extents)
-            return outs if agrees is None else tuple(_or_nan(out, agrees) for out in outs)
+            outs = _finish(plan, call, args, results, extents)
+            return outs if call.agrees is None else tuple(_or_nan(out, call.agrees) for out in outs)
 
-    @staticmethod
-    def _masks_agree(
-        plan: FixedCaches, args: Sequence[Any], kv_len: int, agrees: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """Make sure that masks hide all rows behind the tokens; on a device `agrees` tells that too."""
-        with inference():
-            shown = list(plan.shown(args, torch.tensor(kv_len)))
-            if agrees is not None:
-                return (
-                    agrees & ~torch.stack([each.to(agrees.device) for each in shown]).any()
-                    if shown
-                    else agrees
-                )
-            if any(bool(each) for each in shown):
-                raise CacheHandleError(_SHOWN.format(kv_len=kv_len))
-            return None
 
-    def _runner(self, has_past: bool) -> Growing:
-        if has_past not in self._made:
-            self._made[has_past] = self._make(has_past)
-        return self._made[has_past]
-
-    def _locate_tokens(self, args: Sequence[Any]) -> tuple[int, int, torch.Tensor | None]:
-        """The row of this call's first token, the number of tokens, and on a device whether that is so."""
-        plan = self._plan
-        q_len = size_in(plan.q_len, args)
-        values = list(plan.positions(args))
-        first_assert = len(values) - len(plan.asserts)
-        first_end = first_assert - len(plan.ends)
-        positions = [*(args[i] for i in plan.starts), *values[:first_end]]
-        written = [buffer for buffer in plan.buffers if buffer.before is Tokens.ANY]
-        capacity = min(size_in(buffer.capacity, args) for buffer in written)
-        held = _buffers(plan, args)
-        session = registry.find(held[0]) if held else None
-        agrees = None
-        if (
-            session is not None
-            and q_len == 1
-            and session.device.type != HOST
-            and fixed_buffers.are_intact(held)
-        ):
-            asserted = (torch.as_tensor(one, device=session.device).all() for one in values[first_assert:])
-            start, agrees = (
-                session.kv_len,
-                torch.stack([*(_at(one, session) for one in positions), *asserted]).all(),
+def _located(plan: FixedCaches, held: Sequence[torch.Tensor], args: Sequence[Any]) -> _Call:
+    """Where a call stands, which has to be behind the tokens of its buffers, or among them."""
+    q_len, batch, rooms, positions, ends, holds, counted = plan.numbers(args)
+    session, agrees = registry.find(held[0]) if held else None, None
+    waits = session is not None and q_len == 1 and session.device.type != HOST
+    if session is not None and waits and fixed_buffers.are_intact(held):
+        start = session.kv_len
+        shown = plan.shown(args, torch.tensor(start + q_len))
+        rows = (torch.as_tensor(each, device=session.device) == start for each in positions)
+        true = (torch.as_tensor(each, device=session.device) for each in (*holds, *(~each for each in shown)))
+        agrees = torch.stack([each.all() for each in (*rows, *true)]).all()
+    else:
+        start = _start(positions, q_len)
+        for message, each in zip(plan.asserts, holds, strict=True):
+            if not each:
+                raise AssertionError(message)
+        if session is None and start and fixed_buffers.are_lost(held):
+            raise CacheHandleError(_LOST.format(start=start))
+    _check(plan, session, start, q_len, batch, is_held=bool(held) and is_laid_out(held[0]))
+    kv_len = start + q_len
+    for end, is_exact in zip(ends, plan.ends, strict=True):
+        if end < kv_len or (is_exact and end > kv_len):
+            raise CacheHandleError(
+                (_READS_LESS if end < kv_len else _READS_MORE).format(end=end, kv_len=kv_len)
             )
-        else:
-            start = _start(positions, q_len)
-            for message, holds in zip(plan.asserts, values[first_assert:], strict=True):
-                if not holds:
-                    raise AssertionError(message)
-            if session is not None and start > session.kv_len:
-                raise CacheHandleError(_GAP.format(start=start, kv_len=session.kv_len))
-            if session is None and start and fixed_buffers.are_lost(held):
-                raise CacheHandleError(_LOST.format(start=start))
-        batch = size_in(plan.batch, args)
-        if session is not None and start and batch != session.batch and is_laid_out(held[0]):
-            raise CacheHandleError(_OTHER_BATCH.format(batch=batch, held=session.batch))
-        kv_len = start if session is None else session.kv_len
-        for buffer in plan.buffers:
-            _check_window(buffer, start, kv_len)
-        for end, is_exact in zip(values[first_end:first_assert], plan.ends, strict=True):
-            if end < start + q_len:
-                raise CacheHandleError(_READS_LESS.format(end=end, kv_len=start + q_len))
-            if is_exact and end > start + q_len:
-                raise CacheHandleError(_READS_MORE.format(end=end, kv_len=start + q_len))
-        if start + q_len > capacity:
-            raise CacheHandleError(_FULL.format(kv_len=start + q_len, capacity=capacity))
-        return start, q_len, agrees
+    room = min(each for each, buffer in zip(rooms, plan.buffers, strict=True) if buffer.before is Tokens.ANY)
+    if kv_len > room:
+        raise CacheHandleError(_FULL.format(kv_len=kv_len, capacity=room))
+    if agrees is None and any(map(bool, plan.shown(args, torch.tensor(kv_len)))):
+        raise CacheHandleError(_SHOWN.format(kv_len=kv_len))
+    return _Call(start, q_len, batch, rooms, counted, agrees)
 
-    def _inputs(self, plan: FixedCaches, args: Sequence[Any], start: int, q_len: int) -> list[Any]:
-        inputs = [
-            *args,
-            *(None for buffer in plan.buffers if buffer.input is not None and buffer.input >= len(args)),
-        ]
-        for slot, buffer in enumerate(plan.buffers if start else ()):
-            assert buffer.place is not None and buffer.input is not None
-            inputs[buffer.input] = fixed_buffers.tokens(
-                args[buffer.place],
-                start,
-                buffer.form,
-                buffer.num_kv_heads,
-                side=slot % 2,
-                batch=size_in(plan.batch, args),
-                window=buffer.window,
-            )
-        for place in plan.masks:
-            inputs[place] = args[place].narrow(-1, 0, start + q_len)
-        return inputs
 
-    @staticmethod
-    def _finish(
-        plan: FixedCaches,
-        args: Sequence[Any],
-        results: Sequence[Any],
-        extents: Sequence[fixed_buffers.Extent] | None,
-    ) -> tuple[Any, ...]:
-        """Dynamo's outputs. The buffers hold the session, and counters are moved."""
-        count = len(results) - len(plan.buffers)
-        outs, issued = list(results[:count]), results[count:]
-        buffers = [
-            torch.empty(0, dtype=handle.dtype, device=handle.device)
-            if buffer.place is None
-            else args[buffer.place]
-            for buffer, handle in zip(plan.buffers, issued, strict=True)
-        ]
-        if not fixed_buffers.are_held(buffers, issued):
-            fixed_buffers.hold(buffers, issued, extents or _extents(plan, args))
-        for buffer, tensor in zip(plan.buffers, buffers, strict=True):
-            for i in buffer.outputs:
-                outs[i] = tensor
-        for place, value in zip(plan.counters, plan.counted(args), strict=True):
-            with torch.inference_mode(args[place].is_inference()):
-                args[place].copy_(value)
-        return tuple(outs)
+def _check(
+    plan: FixedCaches, session: Session | None, start: int, q_len: int, batch: int, *, is_held: bool
+) -> None:
+    """Make sure that a call goes on with the tokens of its buffers."""
+    held = start if session is None else session.kv_len
+    if start > held:
+        raise CacheHandleError(_GAP.format(start=start, kv_len=held))
+    if session is not None and start and batch != session.batch and is_held:
+        raise CacheHandleError(_OTHER_BATCH.format(batch=batch, held=session.batch))
+    for (
+        buffer
+    ) in plan.buffers:  # one that keeps the newest tokens is written as if it held those before `start`
+        is_full = start == held and start >= (buffer.window or 0)
+        if (buffer.before is Tokens.FULL and not is_full) or (buffer.before is Tokens.NONE and start):
+            raise CacheHandleError(_WINDOW.format(start=start, before=buffer.before.value, kv_len=held))
+
+
+def _inputs(plan: FixedCaches, call: _Call, args: Sequence[Any]) -> list[Any]:
+    """The graph's inputs: tokens in place of buffers, and masks of these."""
+    added = [buffer for buffer in plan.buffers if buffer.input is not None and buffer.input >= len(args)]
+    inputs = [*args, *(None for _ in added)]
+    for slot, buffer in enumerate(plan.buffers if call.start else ()):
+        assert buffer.place is not None and buffer.input is not None
+        inputs[buffer.input] = fixed_buffers.tokens(
+            args[buffer.place],
+            call.start,
+            buffer.form,
+            buffer.num_kv_heads,
+            side=slot % 2,
+            batch=call.batch,
+            window=buffer.window,
+        )
+    for place in plan.masks:
+        inputs[place] = args[place].narrow(-1, 0, call.start + call.q_len)
+    return inputs
+
+
+def _finish(
+    plan: FixedCaches,
+    call: _Call,
+    args: Sequence[Any],
+    results: Sequence[Any],
+    extents: Sequence[fixed_buffers.Extent],
+) -> tuple[Any, ...]:
+    """Dynamo's outputs. The buffers hold the session, and counters are moved."""
+    count = len(results) - len(plan.buffers)
+    outs, issued = list(results[:count]), results[count:]
+    buffers = [
+        torch.empty(0, dtype=handle.dtype, device=handle.device)
+        if buffer.place is None
+        else args[buffer.place]
+        for buffer, handle in zip(plan.buffers, issued, strict=True)
+    ]
+    if not fixed_buffers.are_held(buffers, issued):
+        fixed_buffers.hold(buffers, issued, extents)
+    for buffer, tensor in zip(plan.buffers, buffers, strict=True):
+        for i in buffer.outputs:
+            outs[i] = tensor
+    for place, value in zip(plan.counters, call.counted, strict=True):
+        with torch.inference_mode(args[place].is_inference()):
+            args[place].copy_(value)
+    return tuple(outs)
 
 
 def _buffers(plan: FixedCaches, args: Sequence[Any]) -> list[torch.Tensor]:
@@ -202,7 +205,7 @@ def _buffers(plan: FixedCaches, args: Sequence[Any]) -> list[torch.Tensor]:
     ]
 
 
-def _extents(plan: FixedCaches, args: Sequence[Any]) -> list[fixed_buffers.Extent]:
+def _extents(plan: FixedCaches, call: _Call, args: Sequence[Any]) -> list[fixed_buffers.Extent]:
     """The sizes of a plan's buffers in a call."""
 
     def rows(buffer: Buffer) -> int:
@@ -210,18 +213,9 @@ def _extents(plan: FixedCaches, args: Sequence[Any]) -> list[fixed_buffers.Exten
         return 0 if buffer.place is None else int(args[buffer.place].shape[dim])
 
     return [
-        fixed_buffers.Extent(size_in(buffer.capacity, args), rows(buffer), buffer.form)
-        for buffer in plan.buffers
+        fixed_buffers.Extent(room, rows(buffer), buffer.form)
+        for room, buffer in zip(call.rooms, plan.buffers, strict=True)
     ]
-
-
-def _check_window(buffer: Buffer, start: int, kv_len: int) -> None:
-    """Make sure that a buffer that keeps the newest tokens is written as one that holds those before `start`."""
-    full = buffer.before is Tokens.FULL
-    if (full and (start != kv_len or start < (buffer.window or 0))) or (
-        buffer.before is Tokens.NONE and start
-    ):
-        raise CacheHandleError(_WINDOW.format(start=start, before=buffer.before.value, kv_len=kv_len))
 
 
 def _start(positions: Sequence[Any], q_len: int) -> int:
@@ -240,12 +234,6 @@ def _start(positions: Sequence[Any], q_len: int) -> int:
     if start < 0:
         raise CacheHandleError(f"A token is written at position {start}, counted from the end. {_PROMPT}")
     return start
-
-
-def _at(position: Any, session: Session) -> torch.Tensor:
-    """Whether a token is written behind those that a session has, on its device: `[]`."""
-    written = torch.as_tensor(position, device=session.device).reshape(-1)
-    return (written == session.kv_len).all()
 
 
 def _or_nan(out: Any, agrees: torch.Tensor) -> Any:

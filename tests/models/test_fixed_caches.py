@@ -19,7 +19,6 @@ from torch._dynamo.exc import BackendCompilerFailed
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 import specache_fx
-from specache_fx.capture.attention import run_form
 from specache_fx.errors import CacheHandleError, SavedCacheError
 from specache_fx.runners import fixed_runner
 
@@ -529,16 +528,6 @@ def test_a_buffer_that_no_attention_reads_is_the_models(attend: Callable[..., Te
     model = copy.deepcopy(plain)
     assert_same_steps(plain, compiled(model, lookahead="query"), tokens=9)
     torch.testing.assert_close(model.log, plain.log)
-
-
-def test_a_spelt_out_prompt_is_replaced_up_to_a_number_of_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_form, "MOST_REPLACED", 2**4)
-    plain = OneLayer(spelt_out_beside_a_log)
-    plain.register_buffer("log", torch.zeros(1, 4, 32, 16))
-    with pytest.raises(
-        BackendCompilerFailed, match=r"more than 2\^4 scores in this prompt.* prompt in pieces"
-    ):
-        assert_same_steps(plain, in_query_lane(plain), tokens=9)
 
 
 @torch.no_grad()

@@ -38,7 +38,7 @@ from specache_fx.capture.graph.graph_utils import (
     target_name,
     value_of,
 )
-from specache_fx.capture.graph.left_alone import LEAVE, LeaveAlone, UnknownFormError
+from specache_fx.capture.graph.left_alone import LEAVE, UnknownFormError
 from specache_fx.capture.graph.trace import inline, inline_once
 from specache_fx.capture.program import AttentionCore
 
@@ -50,12 +50,9 @@ _OF_ROW = {"max", "amax", "getitem"}  # a statistic of each row, which no softma
 
 # Scores of a prompt's proof, at most; a decode step's is always made.
 MOST_SCORES = 2**20
-MOST_REPLACED = 2**23  # the same, where a prompt's operations are replaced
 
 
-def from_softmax(
-    gm: GraphModule, softmax: Node, outputs: set[Node], calls: CallsOnce, *, is_replaced: bool = False
-) -> AttentionCore:
+def from_softmax(gm: GraphModule, softmax: Node, outputs: set[Node], calls: CallsOnce) -> AttentionCore:
     """Read the attention around a softmax, and prove it.
 
     The model's own operations stay where they are. A prompt's that is too long for its proof is not run: it has its
@@ -66,19 +63,10 @@ def from_softmax(
         softmax: The softmax.
         outputs: What the graph returns: the walk to the cached keys and values ends there.
         calls: Inserts the mask before the softmax.
-        is_replaced: A prompt's operations are replaced too, so that it needs its proof.
 
     Raises:
         UnknownFormError: Names the operation that has no place in the normal form.
-        LeaveAlone: If a prompt that is to be replaced is too long for its proof.
     """
-    proved = _may_be_proved(softmax, MOST_REPLACED if is_replaced else MOST_SCORES)
-    if is_replaced and not proved:
-        many = (
-            f"more than 2^{MOST_REPLACED.bit_length() - 1} scores in this prompt, too many to prove its form"
-        )
-        remedy = f"Give the prompt in pieces, or use scaled_dot_product_attention. {LEAVE}."
-        raise LeaveAlone(f"{described(softmax)} has {many}", remedy)
     dims = len(shape_of(softmax) or ())
     if dims not in (3, 4, 5) or softmax.args[1] not in (-1, dims - 1):
         raise UnknownFormError(softmax, "is not over the last of 3 to 5 dimensions")
@@ -88,11 +76,13 @@ def from_softmax(
     query, query_path = side_of_product(product.args[0], outputs, transposed=False, is_query=True)
     key, key_path = side_of_product(product.args[1], outputs, transposed=True)
     value, value_path = side_of_product(weighted.args[1], outputs, transposed=False)
-    layout = _layout_of(softmax, path, query, key)
+    layout = _layout_of(softmax, path, query, (shape_of(key) or ())[1])
     factors = [node for node in cone[1:] if _is_factor(gm, node)]
     mask = _mask_of(softmax, path, layout, calls)
     form = Form(1.0)
-    if proved and 0 not in (shape_of(softmax) or ()):  # `match_attention` refuses a call without tokens
+    if _may_be_proved(softmax) and 0 not in (
+        shape_of(softmax) or ()
+    ):  # `match_attention` refuses one of none
         sides, num_heads = [query, key, value], layout.num_heads
         form = prove(SpeltOut(gm, softmax, path, layout.swapped, cone, sides, num_heads, factors, mask))
     inner, out = {*cone, *query_path, *key_path, *value_path}, cone[-1]
@@ -108,10 +98,17 @@ def from_softmax(
     return in_groups(core, calls)
 
 
-def _may_be_proved(softmax: Node, most: int) -> bool:
+def mask_of(softmax: Node, num_kv_heads: int, outputs: set[Node], calls: CallsOnce) -> Node | None:
+    """The mask of spelt-out attention alone, see `from_softmax`; None where nothing is hidden or added."""
+    path = path_of(softmax)
+    query, _ = side_of_product(path[0].args[0], outputs, transposed=False, is_query=True)
+    return _mask_of(softmax, path, _layout_of(softmax, path, query, num_kv_heads), calls)
+
+
+def _may_be_proved(softmax: Node) -> bool:
     """Whether an attention, open sizes given small values, has few scores, or is of one query."""
     numbers, sizes = Numbers(softmax), shape_of(softmax) or ()
-    return sizes[-2:-1] == (1,) or math.prod(map(numbers.integer, sizes)) <= most
+    return sizes[-2:-1] == (1,) or math.prod(map(numbers.integer, sizes)) <= MOST_SCORES
 
 
 class _Layout(NamedTuple):
@@ -130,8 +127,8 @@ class _Layout(NamedTuple):
     swapped: set[Node]
 
 
-def _layout_of(softmax: Node, path: Sequence[Node], query: Node, key: Node) -> _Layout:
-    scores, product, kv_heads = shape_of(softmax) or (), shape_of(path[0]) or (), (shape_of(key) or ())[1]
+def _layout_of(softmax: Node, path: Sequence[Node], query: Node, kv_heads: int) -> _Layout:
+    scores, product = shape_of(softmax) or (), shape_of(path[0]) or ()
     swapped, queries = swapped_in(path), shape_of(query) or ()
     if softmax.all_input_nodes[0] in swapped:
         return _Layout(scores[2], -3, None, swapped)

@@ -219,7 +219,7 @@ def _new(
             behind.add(node)
     for node in reversed([node for node in nodes if node not in behind and is_float(node, MOST_DIMS)]):
         fits = known[node].numel() in (ids.numel(), 2 * ids.numel())
-        found = _form(known[node], ids, (*FORMS, FOLDED)) if fits else None
+        found = _form(known[node], ids, (*FORMS, *FOLDED)) if fits else None
         if found is not None and (PAIR not in found.form or found.side == side):
             return node, found.form
     return None

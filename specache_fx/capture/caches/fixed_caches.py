@@ -8,12 +8,12 @@ A buffer has room for `capacity` tokens. Its unwritten rows are read too, and hi
 out reads the tokens that are there, and no more. It takes them in the buffer's place, and returns them behind Dynamo's
 outputs, keys and values in turn. A prompt has no past: it attends to its own tokens.
 
-Where tokens are written is for the caller to compare with the number of tokens that are there (`FixedCaches.starts`).
+Where tokens are written is for the caller to compare with the number of tokens that are there (`FixedCaches`).
 Counters of tokens that the graph moves are moved by the caller too.
 
 A buffer that keeps the newest tokens alone is a window: what is returned for it is `keys[:, :, -window + 1 :]`, as of a
-cache that grows. Attention that is spelt out is written anew (`capture/caches/buffer_reads.py`). A graph that reads a
-buffer in another way stays as it is.
+cache that grows. Attention that is spelt out stays so: what it adds to scores is cut to the tokens that are there, and
+what has the buffer's length in its arguments gets theirs. A graph that reads a buffer in another way stays as it is.
 """
 
 from __future__ import annotations
@@ -26,47 +26,56 @@ import torch
 from torch._dynamo.source import ConstantSource
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic
+from torch.fx.node import map_arg
 
-from specache_fx.capture.caches.buffer_reads import BufferRead, cores_of, write
+from specache_fx.capture.attention.run_form import mask_of
+from specache_fx.capture.caches.buffer_reads import BufferRead
 from specache_fx.capture.caches.buffers import (
     REMEDY,
     Buffer,
     FixedCaches,
-    Size,
     asserts_of,
     counters_of,
-    positions_of,
+    of_integers,
 )
 from specache_fx.capture.caches.cache_records import Tokens, Written, with_nodes
-from specache_fx.capture.caches.cache_views import heads_first_of
+from specache_fx.capture.caches.cache_views import heads_first_of, read_sides
 from specache_fx.capture.graph.graph_edit import (
+    CallsOnce,
     add_placeholder,
     call,
     copy_graph,
     fake_mode_of,
     finish,
+    origin_of,
     place_behind,
     size_of,
 )
 from specache_fx.capture.graph.graph_slices import ancestors, cut_out, eliminate_dead_code
 from specache_fx.capture.graph.graph_utils import (
     END,
+    cut_of,
     described,
+    is_pointwise,
     placeholders,
     same_sizes,
     shape_of,
-    symbols_of,
+    target_name,
     value_of,
 )
-from specache_fx.capture.graph.left_alone import GROW, LEAVE, LeaveAlone
+from specache_fx.capture.graph.left_alone import GROW, LEAVE, LeaveAlone, UnknownFormError, sdpa_instead
 from specache_fx.capture.graph.trace import inline
 from specache_fx.capture.positions.buffer_masks import DATA, cut_to, is_narrow, shows_behind
-from specache_fx.capture.program import AttentionCore
 from specache_fx.runtime.graph_part import Part
 from specache_fx.runtime.handle_form import is_laid_out, token_dim
 from specache_fx.runtime.ops import SDPA
 
 _aten = torch.ops.aten
+_BY_COLUMN = {
+    "bmm", "_softmax", "reshape", "expand", "unsqueeze", "squeeze", "transpose", "permute", "clone", "_to_copy", "cat",
+    "slice", "max", "amax", "getitem",
+}  # fmt: skip
+"""What spelt-out attention may do to scores beside pointwise operators: no key's weight depends on hidden ones."""
 _LENGTH = "specache_kv_len"  # of the past, a symbol that no input of Dynamo's has
 _HINT = 2  # tokens of the past where a number is asked for: the fewest that no size is special at
 
@@ -87,11 +96,8 @@ def grow(gm: GraphModule, reads: Sequence[BufferRead], *, has_past: bool) -> tup
     """
     copies: dict[Node, Node] = {}
     gm = copy_graph(gm, copies)
-    rewrite = _Rewrite(gm, with_nodes(list(reads), lambda each: copies.get(each, each)), has_past)
-    try:
-        return gm, rewrite.run()
-    finally:
-        rewrite.forget_guards()
+    mine = with_nodes(list(reads), lambda each: copies.get(each, each))
+    return gm, _Rewrite(gm, mine, has_past).run()
 
 
 class _Rewrite:
@@ -112,24 +118,28 @@ class _Rewrite:
         self._masks: dict[Node, Node] = {}
         self._cut: list[int] = []
         self._ends: dict[Any, bool] = {}
-        self._cores = cores_of(gm, reads, self._new_of)
+        self._inside = {read.attention: _inside(read) for read in reads}
+        self._attending = {node for nodes in self._inside.values() for node in nodes}
 
     def run(self) -> FixedCaches:
-        shown = self._shown()
+        shown, hiding = self._shown()
         sides: dict[_Key, Written] = {}
-        for core, read in zip(self._cores, self._reads, strict=True):
-            self._attention(core, read)
+        for read in self._reads:
+            self._attention(read, hides=read.attention in hiding)
             for side in read.sides:
                 sides.setdefault(_key(side), side)
         written = [*sides.values()]
-        counters, counted = counters_of(self._gm)
+        counters = counters_of(self._gm)
         conditions, asserts = asserts_of(self._gm)
-        starts, positions = positions_of(self._gm, written, [*self._ends, *conditions])
-        moved = {side.buffer for side in written} | {self._inputs[place] for place in counters}
+        rows = [*dict.fromkeys(side.position for side in written if side.before in (Tokens.ANY, Tokens.SOME))]
+        new, end = self._new_of(written[0]), self._graph.output_node()
+        rooms = [size_of(end, side.tensor, token_dim(side.form)) for side in written]
+        sizes = [size_of(end, new, 2), size_of(end, new, 0), rooms]
+        numbers = of_integers(self._gm, [*sizes, rows, [*self._ends], conditions, [*counters.values()]])
+        moved = {side.buffer for side in written} | counters.keys()
         for node in list(self._graph.nodes):
             if node.target is _aten.copy_.default and node.args[0] in moved:
                 self._graph.erase_node(node)
-        batch = (shape_of(self._new_of(written[0])) or ())[0]
         outputs: list[Any] = list(self._graph.output_node().args[0])  # type: ignore[arg-type]
         kept = {side.tensor for side in written}
         outs = [None if out in kept else out for out in outputs]
@@ -139,22 +149,27 @@ class _Rewrite:
         buffers = tuple(self._buffer(side, outputs) for side in written)
         finish(self._gm)
         return FixedCaches(
-            buffers, starts, positions, tuple(self._ends.values()), asserts, counters, counted, tuple(self._cut), shown,
-            self._size_source(written[0].q_len), self._size_source(batch),
-        )  # fmt: skip
+            buffers,
+            numbers,
+            frozenset(row for row in rows if type(row) is int),
+            same_sizes((shape_of(new) or ())[2:3], (1,)),
+            tuple(self._ends.values()),
+            asserts,
+            tuple(self._place[counter] for counter in counters),
+            tuple(self._cut),
+            shown,
+        )
 
     def _buffer(self, side: Written, outputs: Sequence[Any]) -> Buffer:
         """What the caller has to know of a buffer; one of a pair is returned once."""
         past = self._past.get(_key(side), side.buffer if side.side == 0 else None)
         inputs = {node: i for i, node in enumerate(placeholders(self._graph))}
-        place = self._place.get(side.buffer)
         return Buffer(
-            place,
+            self._place.get(side.buffer),
             inputs.get(past),  # type: ignore[arg-type]
             tuple(i for i, out in enumerate(outputs) if out is side.tensor and side.side == 0),
             side.form,
             side.num_kv_heads,
-            self._size_source(side.capacity) if place is None else (place, token_dim(side.form)),
             side.window,
             side.before,
         )
@@ -179,20 +194,32 @@ class _Rewrite:
                             f"{described(user)} reads a cache of fixed length, which holds no numbers", REMEDY
                         )
 
-    def _shown(self) -> Part:
-        """`FixedCaches.shown`, before anything is edited."""
-        masks = dict[Node, None]()
-        for core in self._cores:
-            if core.mask is not None and not is_narrow(core.mask):
-                masks[core.mask] = None
-        if any(node.target in DATA for node in ancestors(masks)):
-            of_data = [mask for mask in masks if any(node.target in DATA for node in ancestors([mask]))]
-            core = next(core for core in self._cores if core.mask in of_data)
-            raise LeaveAlone(
-                f"the mask of {described(core.node)} is computed from data, not from positions and padding"
-                " alone",
-                f"Compute it from these. Or {GROW}. {LEAVE}.",
-            )
+    def _mask_of(self, read: BufferRead, calls: CallsOnce) -> Node | None:
+        """The mask of an attention over whole buffers; None where none hides rows behind the tokens."""
+        mask: Any = read.attention.args[3] if read.attention.target is SDPA else None
+        if read.attention.target is not SDPA:
+            outputs = set(self._graph.output_node().all_input_nodes)
+            try:
+                mask = mask_of(read.attention, read.sides[0].num_kv_heads, outputs, calls)
+            except UnknownFormError as error:
+                reason = f"an attention reads a cache of fixed length, and {error}"
+                raise LeaveAlone(reason, sdpa_instead(read.attention)) from error
+        return None if mask is None or is_narrow(mask) else mask
+
+    def _shown(self) -> tuple[Part, set[Node]]:
+        """`FixedCaches.shown`, before anything is edited; and the attentions whose mask hides rows."""
+        calls, masks, hiding = CallsOnce(), dict[Node, None](), set[Node]()
+        for read in self._reads:
+            if (mask := self._mask_of(read, calls)) is None:
+                continue
+            masks[mask] = None
+            hiding.add(read.attention)
+            if any(node.target in DATA for node in ancestors([mask])):
+                raise LeaveAlone(
+                    f"the mask of {described(read.attention)} is computed from data, not from positions and padding"
+                    " alone",
+                    f"Compute it from these. Or {GROW}. {LEAVE}.",
+                )
         part = cut_out(self._gm, list(masks))
         graph, output = part.graph.graph, part.graph.graph.output_node()
         with graph.inserting_before(next(iter(graph.nodes))):
@@ -205,19 +232,12 @@ class _Rewrite:
                 results.append(inline(graph, shows_behind, (mask, kv_len), mask))
         output.args = (tuple(results),)
         finish(part.graph)
-        return part
+        eliminate_dead_code(self._graph)
+        return part, hiding
 
-    def forget_guards(self) -> None:
-        """Dynamo can't guard the past's length, which is no size of its inputs. `FixedCacheRunner` checks it."""
-        if self._length is not None:
-            env: Any = self._mode.shape_env
-            mine = symbols_of(self._length)
-            env.guards[:] = [guard for guard in env.guards if not mine & guard.expr.free_symbols]
-
-    def _attention(self, core: AttentionCore, read: BufferRead) -> None:
-        """Have an attention read what is there."""
-        node, mask = core.node, core.mask
-        hides = mask is not None and not is_narrow(mask)
+    def _attention(self, read: BufferRead, *, hides: bool) -> None:
+        """Have an attention read what is there; `hides`: its mask hides the other rows."""
+        node, keys = read.attention, read.sides[0]
         reads_all = any(
             side.before is Tokens.ANY and side.end is None and not side.reads_new for side in read.sides
         )
@@ -226,15 +246,52 @@ class _Rewrite:
                 f"{described(node)} reads all of a cache of fixed length, and no mask hides its unwritten rows",
                 f"Give it a mask, or as many rows as there are tokens. {LEAVE}.",
             )
-        key, value = (self._tokens_of(side, node) for side in read.sides)
-        with self._graph.inserting_before(node):
-            for side in read.sides:
-                end = size_of(node, self._new_of(side), 2) if side.reads_new else side.end
-                if end is not None:
-                    self._ends[end] = self._ends.get(end, False) or not hides
-            out = write(self._graph, core, key, value, self._mask(mask, read.sides[0], key, node))
-        node.replace_all_uses_with(out)
-        self._graph.erase_node(node)
+        sides = [self._tokens_of(side, node) for side in read.sides]
+        for side in read.sides:
+            end = size_of(node, self._new_of(side), 2) if side.reads_new else side.end
+            if end is not None:
+                self._ends[end] = self._ends.get(end, False) or not hides
+        if node.target is SDPA:
+            with self._graph.inserting_before(node):
+                mask = self._fitted(node.args[3], read, sides[0])
+            node.update_arg(3, mask)
+        read_sides(node, read.operands, sides, is_tiled=keys.is_tiled)
+        if node.target is not SDPA:
+            self._fit(read, sides[0])
+
+    def _fit(self, read: BufferRead, keys: Node) -> None:
+        """Have spelt-out attention be as long as the keys that it reads."""
+        inside = self._inside[read.attention]
+        for node in inside:
+            if not is_pointwise(node) and target_name(node) not in _BY_COLUMN:
+                reason = f"{described(node)} reads scores of rows that were never written in a cache of fixed length"
+                raise LeaveAlone(reason, sdpa_instead(read.attention))
+            with self._graph.inserting_before(node):
+                if node not in (inside[0], inside[-1]):  # the products read keys and values
+                    node.args = map_arg(node.args, lambda arg: self._fitted(arg, read, keys))
+                    node.args = self._resized(node, read, keys)
+            args: Any = map_arg(node.args, value_of)
+            function: Any = node.target
+            try:
+                with self._mode, torch.no_grad():
+                    node.meta = {**node.meta, "val": function(*args, **node.kwargs)}
+            except Exception as error:  # of any operator: the buffer's length is a number in it
+                reason = f"{described(node)} is of the length of a cache of fixed length, not of its tokens"
+                raise LeaveAlone(reason, sdpa_instead(read.attention)) from error
+
+    def _resized(self, node: Node, read: BufferRead, keys: Node) -> tuple[Any, ...]:
+        """The arguments of a node whose result is as long as a buffer: with the length of the keys in its place."""
+        args: Any = node.args
+        whole, cut = [_num_rows(read)], cut_of(node)
+        if target_name(node) in ("reshape", "expand") and same_sizes(whole, [*map(value_of, args[1][-1:])]):
+            return args[0], [*args[1][:-1], self._kv_len(read, keys, node)], *args[2:]
+        if (
+            cut is not None
+            and cut[0] == len(shape_of(node) or ()) - 1
+            and same_sizes(whole, [value_of(cut[2])])
+        ):
+            return args[0], *cut[:2], self._kv_len(read, keys, node), cut[3]
+        return node.args
 
     def _new_of(self, side: Written) -> Node:
         """This call's tokens, `[batch, num_kv_heads, q_len, head_dim]`."""
@@ -286,55 +343,57 @@ class _Rewrite:
         self._past[_key(side)] = past
         return past
 
-    def _mask(self, mask: Node | None, side: Written, keys: Node, origin: Node) -> Node | None:
-        """A mask of the tokens that are there. Inserted at the graph's insertion point."""
-        if mask is None or is_narrow(mask):
-            return mask
-        if mask not in self._masks:
+    def _fitted(self, arg: Any, read: BufferRead, keys: Node) -> Any:
+        """An operand of an attention, cut to the tokens that are there. Inserted at the graph's insertion point."""
+        side, length = read.sides[0], (shape_of(keys) or ())[2]
+        if arg in self._attending or not same_sizes((shape_of(arg) or ())[-1:], [_num_rows(read)]):
+            return arg
+        if arg not in self._masks:
             source = None
             if self._has_past and side.before is Tokens.ANY:
-                source = cut_to(mask, shape_of(keys)[2], self._mode, self._attends)  # type: ignore[index]
+                source = cut_to(arg, length, self._mode, self._attending.__contains__)
             if source is not None:
                 self._cut.append(self._place[source])
-            self._masks[mask] = self._sliced(mask, side, keys, origin) if source is None else mask
-        return self._masks[mask]
+            self._masks[arg] = arg if source is not None else self._sliced(arg, read, keys)
+        return self._masks[arg]
 
-    def _attends(self, user: Node) -> bool:
-        """Whether a node is an attention over buffers."""
-        mine = user.target is SDPA and user.args[1] in self._grown.values()
-        return mine or any(user in core.inner for core in self._cores)
-
-    def _sliced(self, mask: Node, side: Written, keys: Node, origin: Node) -> Node:
-        source = self._size_source(side.q_len)
-        length: Any = source
-        if not isinstance(source, int):
-            length, dim = self._inputs[source[0]], source[1]
-            if dim is not None:
-                length = call(self._graph, _aten.sym_size.int, (length, dim), origin)
-        if self._has_past:  # not the size of all keys: the mask would be computed from them
-            past = call(self._graph, _aten.sym_size.int, (self._past[_key(side)], 2), origin)
-            length = call(self._graph, operator.add, (past, length), origin)
-        dims = shape_of(mask) or ()
-        cut = call(self._graph, _aten.slice.Tensor, (mask, len(dims) - 1, 0, length), origin)
-        # A slice that may be as long as the whole has the smaller of two sizes.
+    def _sliced(self, arg: Node, read: BufferRead, keys: Node) -> Node:
+        dims = shape_of(arg) or ()
+        end = self._kv_len(read, keys, read.attention)
+        cut = self._graph.call_function(_aten.slice.Tensor, (arg, len(dims) - 1, 0, end))
+        # Not called: whether the buffer has room for so many tokens would be a guard.
         with self._mode, torch.no_grad():
-            cut.meta["val"] = value_of(mask).new_empty((*dims[:-1], shape_of(keys)[2]))  # type: ignore[index]
+            value = value_of(arg).new_empty((*dims[:-1], shape_of(keys)[2]))  # type: ignore[index]
+        cut.meta = {**origin_of(read.attention), "val": value}
         return cut
 
-    def _size_source(self, size: Any) -> Size:
-        if isinstance(size, int):
-            return size
-        buffers = {side.buffer for read in self._reads for side in read.sides}
-        for place, node in enumerate(self._inputs):
-            if isinstance(value_of(node), torch.SymInt) and same_sizes([value_of(node)], [size]):
-                return place, None
-            for dim, other in enumerate(shape_of(node) or ()):
-                if node not in buffers and same_sizes([other], [size]):
-                    return place, dim
-        raise LeaveAlone(
-            "how many tokens or sequences a call has, or a buffer has room for, can't be read off its inputs",
-            REMEDY,
-        )
+    def _kv_len(self, read: BufferRead, keys: Node, origin: Node) -> Any:
+        """Tokens that are there. Not the size of all keys: masks would be computed from them."""
+        side = read.sides[0]
+        length = size_of(place_behind([keys]), self._new_of(side), 2)
+        if self._has_past:
+            past = call(self._graph, _aten.sym_size.int, (self._past[_key(side)], 2), origin)
+            length = call(self._graph, operator.add, (past, length), origin)
+        return length
+
+
+def _inside(read: BufferRead) -> list[Node]:
+    """The nodes of an attention, in order: of one that is spelt out, from its first product to its second."""
+    if read.attention.target is SDPA:
+        return [read.attention]
+    product, weighted = (operand.reader for operand in read.operands)
+    behind, inside, node = ancestors([weighted]), dict.fromkeys([product]), product
+    while node is not weighted:
+        node = node.next
+        if node in behind and not inside.keys().isdisjoint(node.all_input_nodes):
+            inside[node] = None
+    return [*inside]
+
+
+def _num_rows(read: BufferRead) -> Any:
+    """Rows of its buffers that an attention reads."""
+    keys = read.operands[0]
+    return (shape_of(keys.node) or ())[-1 if keys.transposed else -2]
 
 
 _Key = tuple[Node, int]
