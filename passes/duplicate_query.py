@@ -7,8 +7,8 @@ The graph is traced again under `torch.vmap` over lanes. Token ids and prelude t
 Everything else is shared, so each weight is read once for both. `batching_rules` has the operators that vmap doesn't
 know. The result is an ATen graph of static shapes, in normal form, whose outputs have a leading lane dimension too.
 
-With one lane (lookahead "query" or "none", policy "kivi", or where lanes can't be had) it is traced as it is.
-Of layers that compute the same one is traced (`capture/graph/segments.py`).
+With one lane (lookahead "query" or "none", policy "kivi", or where lanes can't be had) it is not traced: sizes become
+constants. Of layers that compute the same one is traced (`capture/graph/segments.py`).
 
 Unlike the passes before it, this one needs real inputs: it runs when the first decode step does.
 Paper: SpeCache §3.3 and Alg. 3, "simultaneously decode two tokens".
@@ -18,19 +18,22 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._C._functorch import _add_batch_dim, _remove_batch_dim, is_batchedtensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch.vmap import lazy_load_decompositions, vmap_increment_nesting
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.node import map_aggregate
 from torch.fx.traceback import preserve_node_meta
 
+from specache_fx.capture.graph.fake_results import results_of
 from specache_fx.capture.graph.graph_edit import call, copy_graph
 from specache_fx.capture.graph.graph_utils import placeholders, value_of
 from specache_fx.capture.graph.segments import CannotCut, Joined, Segment, cut
@@ -40,6 +43,7 @@ from specache_fx.passes.batching_rules import register_batching_rules
 from specache_fx.runtime.ops import SDPA
 
 _EXPAND = torch.ops.aten.expand.default
+_ATEN_SDPA = torch.ops.aten.scaled_dot_product_attention.default
 _MARKER = torch.ops.specache.attention.default
 
 
@@ -67,10 +71,40 @@ def duplicate_query(gm: GraphModule, program: Program, inputs: Sequence[Any], la
     """
     flags = lane_inputs(gm, program)
     gm = copy_graph(gm)
-    on_lanes = {node for node, flag in zip(placeholders(gm.graph), flags, strict=True) if flag and lanes > 1}
-    _prepare(gm, inputs)
-    if lanes > 1:
-        register_batching_rules()
+    on_lanes = {node for node, flag in zip(placeholders(gm.graph), flags, strict=True) if flag}
+    mode = _prepare(gm, inputs)
+    if lanes == 1:
+        _specialize(gm, mode)
+    else:
+        gm = _for_lanes(gm, on_lanes, lanes)
+    simplify(gm.graph)
+    return gm
+
+
+def _specialize(gm: GraphModule, mode: FakeTensorMode) -> None:
+    """Give nodes the values that follow from the inputs': sizes are numbers then, and asserts about them needless."""
+    results = results_of(mode)
+
+    def given(arg: Any) -> Any:
+        if isinstance(arg, Node) and arg.op == "get_attr":
+            return attrgetter(str(arg.target))(gm)
+        return value_of(arg)
+
+    with torch.no_grad(), enable_python_dispatcher(), mode:
+        for node in list(gm.graph.nodes):
+            if node.op != "call_function":
+                continue
+            args, kwargs = (map_aggregate(side, given) for side in (node.args, node.kwargs))
+            node.meta["val"] = value = results.call(node.target, args, kwargs)
+            if isinstance(value, (int, float)):
+                node.replace_all_uses_with(value)
+            if not isinstance(value, Tensor | tuple | list) and not node.users and not node.all_input_nodes:
+                gm.graph.erase_node(node)
+
+
+def _for_lanes(gm: GraphModule, on_lanes: set[Node], lanes: int) -> GraphModule:
+    """Trace the graph for several lanes; `on_lanes` has the inputs that differ from lane to lane."""
+    register_batching_rules()
     try:
         segments = cut(gm.graph, lambda node: node.target is _MARKER)
     except CannotCut:
@@ -88,14 +122,12 @@ def duplicate_query(gm: GraphModule, program: Program, inputs: Sequence[Any], la
     for node, old in zip(placeholders(traced.graph), placeholders(gm.graph), strict=True):
         node.meta["specache_input"] = old.meta.get("specache_input")
     results: Any = gm.graph.output_node().args[0]
-    if lanes > 1:
-        _spread(traced, [node in on_lanes for node in results], lanes)
-    simplify(traced.graph)
+    _spread(traced, [node in on_lanes for node in results], lanes)
     return traced
 
 
-def _prepare(gm: GraphModule, inputs: Sequence[Any]) -> None:
-    """Give the graph its inputs' values, integers as constants."""
+def _prepare(gm: GraphModule, inputs: Sequence[Any]) -> FakeTensorMode:
+    """Give the graph its inputs' values, integers as constants. Returns the mode of the values."""
     mode = FakeTensorMode(
         allow_fallback_kernels=True, allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True
     )
@@ -107,7 +139,8 @@ def _prepare(gm: GraphModule, inputs: Sequence[Any]) -> None:
             gm.graph.erase_node(node)
     for node in gm.graph.find_nodes(op="call_function", target=SDPA):  # of an attention that is left alone
         more = dict(zip(("scale", "enable_gqa"), node.args[6:], strict=True))
-        node.target, node.args, node.kwargs = F.scaled_dot_product_attention, node.args[:6], more
+        node.target, node.args, node.kwargs = _ATEN_SDPA, node.args[:6], more
+    return mode
 
 
 def _spread(traced: GraphModule, batched: Sequence[bool], lanes: int) -> None:
@@ -130,7 +163,7 @@ def _traced(segment: Segment, gm: GraphModule, on_lanes: set[Node], lanes: int) 
         segment: The segment.
         gm: Its graph.
         on_lanes: The nodes that differ.
-        lanes: 1 or 2.
+        lanes: 2.
     """
     batched = [False] * len(segment.results)
     run = Interpreter(segment.graph(gm)).run  # not a call of it: new nodes shall know the lines of the model
@@ -145,7 +178,7 @@ def _traced(segment: Segment, gm: GraphModule, on_lanes: set[Node], lanes: int) 
             return tuple(_remove_batch_dim(out, level, lanes, 0) if flag else out for out, flag in found)
 
     values = [value_of(node) for node in segment.inputs]
-    trace = make_fx(run if lanes == 1 else on_all, tracing_mode="fake", _allow_non_fake_inputs=True)
+    trace = make_fx(on_all, tracing_mode="fake", _allow_non_fake_inputs=True)
     with torch.no_grad(), preserve_node_meta(), warnings.catch_warnings():
         # Operators without a batching rule run once a lane, and there are two: a warning would help no user.
         warnings.filterwarnings("ignore", "There is a performance drop")

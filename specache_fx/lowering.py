@@ -228,9 +228,7 @@ def _compile_static(gm: GraphModule, inputs: Sequence[torch.Tensor]) -> Compiled
     from torch._inductor import config  # imported late: it loads all of Inductor
 
     # A context of its own: Dynamo's belongs to the graph that this one was made from.
-    with (
-        tracing(TracingContext(FakeTensorMode(shape_env=ShapeEnv()))),
-        config.patch({"cpp.min_chunk_size": _NUMBERS_A_THREAD}),
-    ):
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with tracing(TracingContext(mode)), config.patch({"cpp.min_chunk_size": _NUMBERS_A_THREAD}):
         # AOTAutograd can't make examples of inference tensors that ask for gradients: weights may be such.
-        return _by_inductor(gm, [each.detach() for each in inputs])
+        return _by_inductor(gm, [mode.from_tensor(each.detach(), static_shapes=True) for each in inputs])

@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.printers import PythonPrinter
 
 from specache_fx.calls.known_caches import copied, has_tokens, states_of, window_of
+from specache_fx.capture.graph.fake_results import FakeResults
 from specache_fx.capture.graph.graph_utils import STATIC, placeholders
 from specache_fx.capture.graph.recorder import NotDirect, Recorder
 from specache_fx.capture.graph.trace import trace
@@ -188,7 +189,7 @@ def trace_step(module: nn.Module, given: Mapping[str, Any], batch: int) -> Trace
         for where, node in zip(inputs, placeholders(recorded.graph), strict=True):
             if where.kind == "weight":
                 _note_weight(node, where.name)
-        graph = trace(recorded)
+        graph = trace(recorded, edit=True)
     except NotDirect:
         raise
     except Exception as error:  # of any operator: Dynamo may trace it
@@ -217,7 +218,7 @@ class _Fakes:
     def __init__(self, module: nn.Module, given: Mapping[str, Any], batch: int) -> None:
         self.validity, self._batch, self._rows = Validity(), batch, batch
         self.mode = FakeTensorMode(shape_env=self.validity.env, allow_non_fake_inputs=True)
-        self.cache = copied(given["past_key_values"])
+        self.cache, self._results = copied(given["past_key_values"]), FakeResults()
         tensors = {
             Input("argument", name): self._argument(name, value)
             for name, value in given.items()
@@ -264,10 +265,11 @@ class _Fakes:
     def _empty(
         self, shape: Sequence[Any], like: torch.Tensor, strides: Sequence[int] | None = None
     ) -> torch.Tensor:
+        given = (shape,) if strides is None else (shape, strides)
+        make = torch.empty if strides is None else torch.empty_strided
         with self.mode:
-            if strides is not None:
-                return torch.empty_strided(shape, strides, dtype=like.dtype, device=like.device)
-            return torch.empty(shape, dtype=like.dtype, device=like.device)
+            made: torch.Tensor = self._results.call(make, given, {"dtype": like.dtype, "device": like.device})
+        return made
 
 
 def _run(

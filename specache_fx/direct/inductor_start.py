@@ -1,14 +1,18 @@
-"""What Inductor finds out once a process, found out by a thread while a step is traced.
+"""What Inductor finds out once a process, found out by a thread while a step is traced. Torch keeps the answers.
 
-Which vector instructions the C++ compiler makes takes ten processes, each of which loads a library: 1.5 s. Torch keeps
-the answer. Where the thread fails, Inductor meets the error itself.
+Keys of its cache are digests of the files of torch and Triton: half a second. Which vector instructions the compiler
+makes takes up to seven small libraries, kept in the same cache. Torch loads each in a process of its own, which takes
+1.5 s. This process does here, as it loads the kernels beside them. Where the thread fails, Inductor meets the error.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import threading
+from typing import Any
+from unittest import mock
 
 
 @functools.cache
@@ -27,6 +31,24 @@ def wait() -> None:
 
 def _find_out() -> None:
     with contextlib.suppress(Exception):
-        from torch._inductor.cpu_vec_isa import pick_vec_isa
+        from torch._inductor import codecache, compile_fx, cpu_vec_isa  # noqa: F401  (the import takes a second)
 
-        pick_vec_isa()
+        codecache.CacheBase.get_system()
+        codecache.torch_key()
+        with _loading_here(cpu_vec_isa.VecISA):
+            cpu_vec_isa.pick_vec_isa()
+
+
+def _loading_here(isa: Any) -> contextlib.AbstractContextManager[Any]:
+    """Load the libraries in this process, where this torch has a function of that."""
+    if not hasattr(isa, "_probe_load"):
+        return contextlib.nullcontext()
+    return mock.patch.object(isa, "_probe_load", _loads)
+
+
+def _loads(_: Any, path: str) -> bool:
+    try:
+        ctypes.CDLL(path)
+    except OSError:
+        return False
+    return True

@@ -48,30 +48,29 @@ def _asks(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
-def prepared(gm: GraphModule) -> GraphModule:
-    """A copy with SDPA as an operator of ours, without dropouts that are off, and a module's floats as numbers.
+def prepare(gm: GraphModule) -> GraphModule:
+    """Edit a graph: SDPA as an operator of ours, no dropouts that are off, and a module's floats as numbers.
 
     Modes of gradients are left out: a graph that comes here needs none, and runs in one already.
     """
-    copied = copy_graph(gm)
     for target in _MODES:
-        for node in copied.graph.find_nodes(op="call_function", target=target):
-            copied.graph.erase_node(node)
-    _specialize_floats(copied)
-    _specialize_windows(copied)
-    for name, child in copied.named_children():  # of operators that take graphs, as checkpoint's
+        for node in gm.graph.find_nodes(op="call_function", target=target):
+            gm.graph.erase_node(node)
+    _specialize_floats(gm)
+    _specialize_windows(gm)
+    for name, child in gm.named_children():  # of operators that take graphs, as checkpoint's
         if isinstance(child, GraphModule):
-            setattr(copied, name, prepared(child))
-    for node in list(copied.graph.nodes):
+            setattr(gm, name, prepare(copy_graph(child)))
+    for node in list(gm.graph.nodes):
         if _is_off_dropout(node):  # gives its input back, which fake tensors don't show
             node.replace_all_uses_with(node.all_input_nodes[0])
-            copied.graph.erase_node(node)
+            gm.graph.erase_node(node)
         elif node.op == "call_function" and target_name(node) == "einsum":
             node.target = _einsum
         elif node.op == "call_function" and node.target is F.scaled_dot_product_attention:
             node.target = SDPA
-    copied.recompile()
-    return copied
+    gm.recompile()
+    return gm
 
 
 def _is_off_dropout(node: Node) -> bool:

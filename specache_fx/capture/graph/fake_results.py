@@ -7,10 +7,11 @@ A model's layers call the same ones on tensors of the same form. A copy of an ea
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
@@ -22,15 +23,22 @@ class Unknown(Exception):
 
 
 class FakeResults:
-    """The results so far. Whoever has it keeps the tensors alive that it was given and has returned."""
+    """The results so far."""
 
     def __init__(self) -> None:
         self._forms: dict[Hashable, int] = {}
-        self._form_of: dict[int, int] = {}  # by a tensor's identity
+        # By a tensor's identity, which no other has while the tensor is kept.
+        self._form_of: dict[int, tuple[int, torch.Tensor]] = {}
         self._results: dict[Hashable, Any] = {}
 
     def call(
-        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], mode: Hashable
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        mode: Hashable = None,
+        *,
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> Any:
         """The result of a function.
 
@@ -39,15 +47,18 @@ class FakeResults:
             args: Its arguments: fake tensors, symbols, constants, and containers.
             kwargs: Those by name.
             mode: What else the result depends on, such as an autocast.
+            context: Makes what the function runs in.
         """
         try:
             key = function, mode, self._described(args), self._described(kwargs)
             known = self._results.get(key)
         except (Unknown, TypeError):
-            return function(*args, **kwargs)
+            with context():
+                return function(*args, **kwargs)
         if known is not None:
-            return _copied(known, self._form_of)
-        result = function(*args, **kwargs)
+            return self._copied(known)
+        with context():
+            result = function(*args, **kwargs)
         tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         given = {id(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
         # What is an argument may have been written to. Sizes that numbers decide are others each time.
@@ -63,8 +74,8 @@ class FakeResults:
     def _described(self, value: Any) -> Hashable:
         if isinstance(value, torch.Tensor):
             if id(value) not in self._form_of:
-                self._form_of[id(value)] = self._forms.setdefault(_form(value), len(self._forms))
-            return "tensor", self._form_of[id(value)]
+                self._form_of[id(value)] = self._forms.setdefault(_form(value), len(self._forms)), value
+            return "tensor", self._form_of[id(value)][0]
         if isinstance(value, _SYMBOLS):
             return "symbol", value.node.expr
         if isinstance(value, slice):
@@ -74,6 +85,23 @@ class FakeResults:
         if isinstance(value, Mapping):
             return tuple((name, self._described(each)) for name, each in value.items())
         return type(value), value
+
+    def _copied(self, known: Any) -> Any:
+        """A result of the same form."""
+        if not isinstance(known, FakeTensor):
+            return pytree.tree_map_only(FakeTensor, self._copied, known)
+        with in_kernel_invocation_manager(known.fake_mode):
+            meta = torch.Tensor._make_subclass(torch.Tensor, known)
+        copy = FakeTensor(known.fake_mode, meta, known.fake_device)
+        if id(known) in self._form_of:
+            self._form_of[id(copy)] = self._form_of[id(known)][0], copy
+        return copy
+
+
+def results_of(mode: FakeTensorMode) -> FakeResults:
+    """The results of operators on a mode's tensors, as long as there are any."""
+    found: FakeResults = vars(mode).setdefault("specache_results", FakeResults())
+    return found
 
 
 def _form(tensor: torch.Tensor) -> Hashable:
@@ -85,15 +113,3 @@ def _form(tensor: torch.Tensor) -> Hashable:
         tensor.device,
         *(size.node.expr if isinstance(size, torch.SymInt) else size for size in sizes),
     )
-
-
-def _copied(known: Any, form_of: dict[int, int]) -> Any:
-    """A result of the same form."""
-    if not isinstance(known, FakeTensor):
-        return pytree.tree_map_only(FakeTensor, lambda each: _copied(each, form_of), known)
-    with in_kernel_invocation_manager(known.fake_mode):
-        meta = torch.Tensor._make_subclass(torch.Tensor, known)
-    copy = FakeTensor(known.fake_mode, meta, known.fake_device)
-    if id(known) in form_of:
-        form_of[id(copy)] = form_of[id(known)]
-    return copy

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.node import map_arg
 
+from specache_fx.capture.graph.fake_results import results_of
 from specache_fx.capture.graph.graph_utils import placeholders, value_of
 from specache_fx.capture.graph.left_alone import UnknownFormError
 
@@ -72,10 +75,15 @@ def call(
     node.meta = origin_of(origin)
     mode = fake_mode_of(map(value_of, (*node.all_input_nodes, origin)))
     if mode is not None:
-        with enable_python_dispatcher(), mode, torch.no_grad():  # some operators take no symbols else
-            value = target(*torch.fx.node.map_arg(args, value_of), **kwargs)
-        node.meta["val"] = value
+        given = map_arg(args, value_of)
+        node.meta["val"] = results_of(mode).call(target, given, kwargs, context=lambda: _within(mode))
     return node
+
+
+@contextlib.contextmanager
+def _within(mode: FakeTensorMode) -> Iterator[None]:
+    with enable_python_dispatcher(), mode, torch.no_grad():  # some operators take no symbols else
+        yield
 
 
 def size_of(before: Node, node: Node, dim: int) -> Any:

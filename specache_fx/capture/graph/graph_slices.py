@@ -104,8 +104,10 @@ def draws_random_numbers(node: Node) -> bool:
 
 
 def eliminate_dead_code(graph: Graph) -> None:
-    """Erase what no output needs and what has no effect."""
-    graph.eliminate_dead_code(is_impure_node=has_effect)
+    """Erase what no output needs and what has no effect. Torch's own checks the graph each time, and its subgraphs."""
+    for node in reversed(graph.nodes):
+        if not node.users and not has_effect(node):
+            graph.erase_node(node)
 
 
 def mutated_inputs(graph: Graph) -> list[Node]:

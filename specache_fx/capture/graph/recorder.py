@@ -26,6 +26,7 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import OptimizedPythonReferenceAnalysis
 
 from specache_fx.capture.graph.fake_results import FakeResults
+from specache_fx.capture.graph.graph_edit import make_module
 from specache_fx.capture.graph.graph_utils import value_of
 from specache_fx.runtime.ops import SDPA
 
@@ -74,7 +75,7 @@ class Recorder(TorchFunctionMode):
         """The graph, with these results."""
         self._cast_as(self._around)
         self._graph.output(self._operands(tuple(results)))
-        return GraphModule(torch.nn.Module(), self._graph)
+        return make_module(torch.nn.Module(), self._graph)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

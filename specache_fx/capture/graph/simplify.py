@@ -15,6 +15,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from specache_fx.capture.graph.graph_edit import call
+from specache_fx.capture.graph.graph_slices import has_effect
 from specache_fx.capture.graph.graph_utils import (
     cut_of,
     is_pointwise,
@@ -215,6 +216,8 @@ def _is_returned(node: Node) -> bool:
     return any(user.op == "output" or (user.target in shapes and _is_returned(user)) for user in node.users)
 
 
+# Numbers and sizes that are read of a tensor's elements: each has a symbol of its own.
+_UNKNOWN_SIZES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 Rule = tuple[tuple[Any, ...], Callable[[Node], Node | None]]
 RULES: tuple[Rule, ...] = (
     ((_aten.view.default, _aten._unsafe_view.default), _as_reshape),
@@ -247,3 +250,29 @@ def simplify(graph: Graph, rules: Iterable[Rule] = RULES) -> None:
                 node.replace_all_uses_with(equal)
                 graph.erase_node(node)
                 break
+
+
+def merge_equal_calls(graph: Graph) -> None:
+    """Have the first of equal calls stand for all, unless an output is the result of one, or a view of it."""
+    known: dict[Any, Node] = {}
+    for node in list(graph.nodes):
+        tags = {*getattr(node.target, "tags", ())}
+        if node.op != "call_function" or has_effect(node) or tags & _UNKNOWN_SIZES or _is_returned(node):
+            continue
+        key = (node.target, _key(node.args), _key(node.kwargs))
+        if (first := known.setdefault(key, node)) is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+
+
+def _key(arg: Any) -> Any:
+    """An argument of a call as something that can be compared: 1 is neither True nor 1.0, and 0.0 not -0.0."""
+    if isinstance(arg, Node):
+        return arg
+    if isinstance(arg, (list, tuple)):
+        return tuple(map(_key, arg))
+    if isinstance(arg, dict):
+        return tuple((name, _key(each)) for name, each in arg.items())
+    if isinstance(arg, slice):
+        return slice, _key((arg.start, arg.stop, arg.step))
+    return type(arg), repr(arg)

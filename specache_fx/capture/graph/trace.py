@@ -30,7 +30,6 @@ from torch._functorch._aot_autograd.functional_utils import (
     has_metadata_mutation,
     to_fun,
 )
-from torch._functorch.compile_utils import fx_graph_cse
 from torch._guards import TracingContext
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
@@ -40,8 +39,15 @@ from torch.fx.node import map_arg
 from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 
-from specache_fx.capture.graph.dynamo_graph import prepared
-from specache_fx.capture.graph.graph_edit import CallsOnce, fake_mode_of, finish, make_module, origin_of
+from specache_fx.capture.graph.dynamo_graph import prepare
+from specache_fx.capture.graph.graph_edit import (
+    CallsOnce,
+    copy_graph,
+    fake_mode_of,
+    finish,
+    make_module,
+    origin_of,
+)
 from specache_fx.capture.graph.graph_slices import eliminate_dead_code, writes_in_place
 from specache_fx.capture.graph.graph_utils import (
     STATIC,
@@ -52,7 +58,7 @@ from specache_fx.capture.graph.graph_utils import (
     value_of,
 )
 from specache_fx.capture.graph.segments import NAME, CannotCut, Joined, Segment, cut
-from specache_fx.capture.graph.simplify import simplify
+from specache_fx.capture.graph.simplify import merge_equal_calls, simplify
 from specache_fx.capture.graph.subclasses import flatten, unflatten
 from specache_fx.errors import first_line
 from specache_fx.runtime.handle_form import is_laid_out
@@ -67,11 +73,12 @@ class TraceError(Exception):
     """A graph can't be traced to functional ATen."""
 
 
-def trace(gm: GraphModule) -> GraphModule:
+def trace(gm: GraphModule, *, edit: bool = False) -> GraphModule:
     """Trace a graph of Dynamo's.
 
     Args:
-        gm: The graph; it stays as it is. Inputs have their fake values, as Dynamo noted them.
+        gm: The graph. Inputs have their fake values, as Dynamo noted them.
+        edit: Whether it may change.
 
     Returns:
         The functional graph. Values are noted as `val`.
@@ -79,7 +86,7 @@ def trace(gm: GraphModule) -> GraphModule:
     Raises:
         TraceError: If it does something that a functional graph can't.
     """
-    marked = prepared(gm)
+    marked = prepare(gm if edit else copy_graph(gm))
     inputs = [value_of(node) for node in placeholders(gm.graph)]
     try:
         try:
@@ -96,7 +103,8 @@ def trace(gm: GraphModule) -> GraphModule:
     simplify(traced.graph)
     eliminate_dead_code(traced.graph)
     _note_growing_buffers(traced.graph)
-    return finish(make_module(traced, fx_graph_cse(traced.graph)))
+    merge_equal_calls(traced.graph)
+    return finish(make_module(traced, traced.graph))
 
 
 def _by_segments(gm: GraphModule) -> GraphModule:

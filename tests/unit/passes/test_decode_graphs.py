@@ -74,13 +74,13 @@ def after(name: str, config: SpecacheConfig) -> list[str]:
 
 def test_prefill_stores_each_layer_after_its_own_attention() -> None:
     assert after_capture(Phase.PREFILL) == [
-        "attended = prompt_attention(q_1, k_1, v, getitem, getitem_8, specache_state, 0, 0.5, None)",
+        "attended = prompt_attention(q_1, k_1, v, getitem_8, getitem_9, specache_state, 0, 0.5, None)",
         "store = store(k_1, v, select_int, specache_state, 0)",
     ]
 
 
 def test_extend_loads_the_past_and_stores_what_is_new() -> None:
-    read = "q_1, getitem, getitem_8, getitem_9, getitem_10"
+    read = "q_1, getitem_8, getitem_9, getitem_10, getitem_11"
     assert after_capture(Phase.EXTEND) == [
         QKV,
         "load = load(l_past_0_0_, l_past_0_1_, k_1, v, specache_state, 0)",
