@@ -28,7 +28,7 @@ from torch.fx import GraphModule, Node
 
 from specache_fx.capture.attention.run_form import side_of_product
 from specache_fx.capture.caches.by_indices import ById
-from specache_fx.capture.caches.cache_records import Moved, Written
+from specache_fx.capture.caches.cache_records import Written
 from specache_fx.capture.caches.cache_side import is_cache, without_repeat
 from specache_fx.capture.caches.cache_views import (
     as_in_model,
@@ -85,7 +85,7 @@ def _is_plain(operand: Operand, outputs: set[Node]) -> bool:
     return is_cache(without_repeat(node)[0], outputs)
 
 
-def is_known(attention: Node, found: Sequence[Moved] | Sequence[Written]) -> bool:
+def is_known(attention: Node, found: Sequence[Written]) -> bool:
     """Whether an attention reads keys and values apart, or of a pair, keys first; and heads of both in one order."""
     keys, values = found
     if keys.is_tiled != values.is_tiled or (keys.is_tiled and not may_be_regrouped(attention)):
@@ -106,31 +106,32 @@ class _Rewrite:
         self._past: dict[Node, list[Node]] = {}  # by input: itself, or its keys and values
         self._inputs: dict[int, CacheForm] = {}
 
-    def attention(self, attention: Node, operands: Sequence[Operand], found: Sequence[Moved]) -> None:
+    def attention(self, attention: Node, operands: Sequence[Operand], found: Sequence[Written]) -> None:
         """Have an attention read its caches with heads first."""
         forms = {each.tensor: CacheForm(each.form, each.num_kv_heads) for each in found}
         if all(self._forms.get(cache, form) == form for cache, form in forms.items()):
             self._forms |= forms
-            sides = [self._side(each) for each in found]
+            sides = [self._side(*both) for both in zip(operands, found, strict=True)]
             read_sides(attention, operands, sides, is_tiled=found[0].is_tiled)
 
-    def _side(self, each: Moved) -> Node:
+    def _side(self, operand: Operand, each: Written) -> Node:
         """Keys or values with heads first."""
-        if each.form == HEADS_FIRST and each.is_read:
+        if each.form == HEADS_FIRST and each.tensor in ancestors([operand.node]):
             return each.tensor
         if (each.tensor, each.side) not in self._sides:
-            past = None if each.past is None else self._past_of(each, each.past)[each.side]
+            past = [] if each.buffer is None else [self._past_of(each, each.buffer)[each.side]]
+            between = ancestors([operand.node, each.tensor], [each.new, *past]) - {each.new, *past}
             with self._graph.inserting_before(place_behind([each.new])):
                 args = (each.new, each.new_form, each.num_kv_heads, each.side, each.tensor)
                 side = heads_first_of(self._graph, *args)
-                if past is not None:
-                    side = call(self._graph, _aten.cat.default, ([past, side], 2), each.tensor)
+                if past:
+                    side = call(self._graph, _aten.cat.default, ([*past, side], 2), each.tensor)
             self._sides[each.tensor, each.side] = side
-            for node in each.between if past is not None else ():
-                read_sizes(node, [past, side], shape_of(node) or ())  # type: ignore[list-item]
+            for node in between if past else ():
+                read_sizes(node, [*past, side], shape_of(node) or ())
         return self._sides[each.tensor, each.side]
 
-    def _past_of(self, each: Moved, past: Node) -> list[Node]:
+    def _past_of(self, each: Written, past: Node) -> list[Node]:
         if each.form == HEADS_FIRST:
             return [past]
         if past not in self._past:
