@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from specache_fx.capture.attention.normalize_attention import SDPA
-from specache_fx.capture.caches.cache_side import BREAKS, LEAVE, is_cache, sdpa_instead
+from specache_fx.capture.caches.cache_side import BREAKS, LEAVE, returned_of, sdpa_instead
 from specache_fx.capture.graph.graph_slices import ancestors
 from specache_fx.capture.graph.graph_utils import (
     concatenated,
@@ -159,7 +159,7 @@ def unknown_forms(
     silent: list[Refusal] = []
     for root in gm.graph.nodes:
         parts, dim = concatenated(root) or ([], 0)
-        if not parts or not is_cache(root, outputs):
+        if not parts or returned_of(root, outputs) is None:
             continue
         behind = list(_behind([root], known))
         softmax = next((node for node in behind if node in unknown), None)

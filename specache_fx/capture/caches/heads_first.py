@@ -20,7 +20,7 @@ The graph computes the same. What else reads a cache reads it in the model's for
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from torch.fx import GraphModule, Node
 from specache_fx.capture.attention.run_form import side_of_product
 from specache_fx.capture.caches.by_indices import ById
 from specache_fx.capture.caches.cache_records import Written
-from specache_fx.capture.caches.cache_side import is_cache, without_repeat
+from specache_fx.capture.caches.cache_side import returned_of, without_repeat
 from specache_fx.capture.caches.cache_views import (
     as_in_model,
     attentions_of,
@@ -42,10 +42,10 @@ from specache_fx.capture.caches.cache_views import (
 from specache_fx.capture.caches.id_runs import Operand
 from specache_fx.capture.graph.graph_edit import call, finish, place_behind
 from specache_fx.capture.graph.graph_slices import ancestors, eliminate_dead_code
-from specache_fx.capture.graph.graph_utils import is_float, newest, placeholders, shape_of
+from specache_fx.capture.graph.graph_utils import END, is_float, newest, placeholders, shape_of
 from specache_fx.capture.positions.mask_rows import UnknownFormError
 from specache_fx.capture.program import CacheForm
-from specache_fx.runtime.handle_form import HEADS_FIRST, MOST_DIMS, PAIR, num_sides
+from specache_fx.runtime.handle_form import HEADS_FIRST, MOST_DIMS, PAIR, num_sides, token_dim
 
 _aten = torch.ops.aten
 
@@ -56,22 +56,28 @@ def heads_first(gm: GraphModule) -> tuple[dict[int, CacheForm], dict[int, CacheF
     Returns:
         The form of inputs and outputs that had another one, by position.
     """
-    outputs = set(gm.graph.output_node().all_input_nodes)
-    caches = [node for node in gm.graph.nodes if node in outputs and _may_be_cache(node)]
-    rewrite, by_id = _Rewrite(gm), ById(gm)
-    for attention, operands in attentions_of(gm) if caches else ():
-        if not all(_is_plain(operand, outputs) for operand in operands):
-            found = by_id.moved(operands, caches)
+    outputs = gm.graph.output_node().all_input_nodes
+    returned = _caches(outputs)
+    rewrite, by_id = _Rewrite(gm, returned), ById(gm)
+    for attention, operands in attentions_of(gm) if returned else ():
+        if not all(_is_plain(operand, set(outputs)) for operand in operands):
+            found = by_id.moved(operands, [*returned])
             if found is not None and is_known(attention, found):
                 rewrite.attention(attention, operands, found)
     return rewrite.finish()
 
 
-def _may_be_cache(node: Node) -> bool:
-    """Whether an output may be a cache as a whole, and not the newest tokens of one."""
-    dims = len(shape_of(node) or ())
-    whole = is_float(node, MOST_DIMS) and dims > 2 and all(newest(node, dim) is None for dim in range(dims))
-    return whole and node.op != "placeholder"
+def _caches(outputs: Sequence[Node]) -> dict[Node, Node]:
+    """Results that may be caches, each with what is returned of it: itself, or its newest tokens."""
+    whole, kept = dict[Node, Node](), dict[Node, Node]()
+    for out in outputs:
+        dims = len(shape_of(out) or ())
+        if is_float(out, MOST_DIMS) and dims > 2 and out.op != "placeholder":
+            if any(newest(out, dim) is not None for dim in range(dims)):
+                kept[out.args[0]] = out  # type: ignore[index]
+            else:
+                whole[out] = out
+    return kept | whole
 
 
 def _is_plain(operand: Operand, outputs: set[Node]) -> bool:
@@ -82,7 +88,7 @@ def _is_plain(operand: Operand, outputs: set[Node]) -> bool:
             node, _ = side_of_product(node, outputs, transposed=operand.transposed)
         except UnknownFormError:
             return False
-    return is_cache(without_repeat(node)[0], outputs)
+    return returned_of(without_repeat(node), outputs) is not None
 
 
 def is_known(attention: Node, found: Sequence[Written]) -> bool:
@@ -96,10 +102,10 @@ def is_known(attention: Node, found: Sequence[Written]) -> bool:
 
 
 class _Rewrite:
-    """The rewrite of one graph."""
+    """The rewrite of one graph, with what it returns of each cache."""
 
-    def __init__(self, gm: GraphModule) -> None:
-        self._gm, self._graph = gm, gm.graph
+    def __init__(self, gm: GraphModule, returned: Mapping[Node, Node]) -> None:
+        self._gm, self._graph, self._returned = gm, gm.graph, returned
         self._places = {node: i for i, node in enumerate(placeholders(gm.graph))}
         self._sides: dict[tuple[Node, int], Node] = {}  # by cache: keys or values with heads first
         self._forms: dict[Node, CacheForm] = {}  # of caches
@@ -109,7 +115,11 @@ class _Rewrite:
     def attention(self, attention: Node, operands: Sequence[Operand], found: Sequence[Written]) -> None:
         """Have an attention read its caches with heads first."""
         forms = {each.tensor: CacheForm(each.form, each.num_kv_heads) for each in found}
-        if all(self._forms.get(cache, form) == form for cache, form in forms.items()):
+        if all(
+            self._forms.get(cache, form) == form
+            and (self._returned[cache] is cache or self._num_kept(cache, form) is not None)
+            for cache, form in forms.items()
+        ):
             self._forms |= forms
             sides = [self._side(*both) for both in zip(operands, found, strict=True)]
             read_sides(attention, operands, sides, is_tiled=found[0].is_tiled)
@@ -140,6 +150,10 @@ class _Rewrite:
             self._inputs[self._places[past]] = CacheForm(each.form, each.num_kv_heads, values)
         return self._past[past]
 
+    def _num_kept(self, cache: Node, form: CacheForm) -> int | None:
+        """How many of the newest tokens of a cache are returned; None where all are."""
+        return newest(self._returned[cache], token_dim(form.form))
+
     def finish(self) -> tuple[dict[int, CacheForm], dict[int, CacheForm]]:
         """Have outputs be the sides; what else reads a cache reads what the model has of them."""
         output = self._graph.output_node()
@@ -153,7 +167,11 @@ class _Rewrite:
             made = ancestors([whole])
             for user in [user for user in cache.users if user is not output and user not in made]:
                 user.replace_input_with(cache, whole)
-            for i in [i for i, out in enumerate(outs) if out is cache]:
+            if kept := self._num_kept(cache, form):
+                with self._graph.inserting_before(output):
+                    cut = [(side, 2, -kept, END) for side in sides]
+                    sides = [call(self._graph, _aten.slice.Tensor, args, cache) for args in cut]
+            for i in [i for i, out in enumerate(outs) if out is self._returned[cache]]:
                 outs[i], *more = sides
                 if form.form != HEADS_FIRST:
                     given[i] = form._replace(values=len(outs) if more else None)
