@@ -53,7 +53,7 @@ class ById:
 
     def __init__(self, gm: GraphModule) -> None:
         self._gm = gm
-        self._seen: dict[Any, list[Any] | None] = {}
+        self._seen: dict[Any, tuple[list[Any] | None, list[Node]]] = {}
 
     def moved(self, operands: Sequence[Operand], caches: Sequence[Node]) -> list[Written] | None:
         """What keys and values are made of, where caches grow.
@@ -133,8 +133,10 @@ class ById:
         key = part.signature([writes[value] for value in part.related] if writes else ())
         if key not in self._seen:
             found = find(part)
-            self._seen[key] = None if None in found else with_nodes(found, part.numbered)
-        return with_nodes(self._seen[key], part.node)
+            self._seen[key] = None if None in found else found, part.nodes
+        found, nodes = self._seen[key]
+        same = dict(zip(nodes, part.nodes, strict=True))
+        return with_nodes(found, lambda each: same[each] if isinstance(each, Node) else each)
 
 
 def _candidates(

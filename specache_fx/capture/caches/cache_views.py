@@ -114,8 +114,8 @@ def read_sides(
             spelt = inline(graph, partial(_as_operand, operand=operand), (side,), operand.node)
         operand.reader.args = (operand.reader.args[0], spelt, *operand.reader.args[2:])
     if is_tiled:
-        keys, values = operands
-        _group_rows(keys, values, sides[0])
+        batch, num_kv_heads = (shape_of(sides[0]) or ())[:2]
+        group_queries(operands[0].reader, num_kv_heads, batch, operands[1].reader)
 
 
 def may_be_regrouped(attention: Node) -> bool:
@@ -143,43 +143,35 @@ def may_be_regrouped(attention: Node) -> bool:
     return whole and of_all and all(map(keeps_heads, inside))
 
 
-def _group_rows(keys: Operand, values: Operand, side: Node) -> None:
-    """Have the query heads of two products that read the same KV head follow each other, but in the result."""
-    batch, num_kv_heads = (shape_of(side) or ())[:2]
-    groups = int((shape_of(keys.node) or ())[0] // (batch * num_kv_heads))
+def group_queries(reader: Node, num_kv_heads: int, batch: int = 1, last: Node | None = None) -> None:
+    """Have the query heads that read the same KV head follow each other, and those of the result in the old order.
 
-    def turned(rows: torch.Tensor, sizes: tuple[int, int]) -> torch.Tensor:
-        return rows.unflatten(0, (-1, *sizes)).transpose(1, 2).flatten(0, 2)
+    Args:
+        reader: What reads the queries, an SDPA or a product.
+        num_kv_heads: KV heads.
+        batch: Number of sequences, where these are one dimension with the heads.
+        last: What has the result; the reader itself where None.
+    """
+    graph, last, (query, key, *rest) = reader.graph, last or reader, reader.args
+    groups = int((shape_of(query) or ())[-3] // (batch * num_kv_heads))
 
-    product, weighted = keys.reader, values.reader
-    graph, (query, *rest) = product.graph, product.args
-    with graph.inserting_before(product):
-        query = inline(graph, partial(turned, sizes=(groups, num_kv_heads)), (query,), product)
-    product.args = (query, *rest)
-    with graph.inserting_before(weighted.next):
-        out = inline(graph, partial(turned, sizes=(num_kv_heads, groups)), (weighted,), weighted)
-    weighted.replace_all_uses_with(out, delete_user_cb=lambda user: user not in ancestors([out]))
+    def turned(node: Any, *sizes: int) -> Node:
+        return inline(graph, partial(_turned, sizes=sizes), (node,), reader)
+
+    with graph.inserting_before(reader):
+        query = turned(query, groups, num_kv_heads)
+        if reader.target is SDPA and (shape_of(rest[1]) or ())[-3:-2] not in ((), (1,)):
+            rest[1] = turned(rest[1], groups, num_kv_heads)
+    reader.args = (query, key, *rest)
+    with graph.inserting_before(last.next):
+        out = turned(last, num_kv_heads, groups)
+    last.replace_all_uses_with(out, delete_user_cb=lambda user: user not in ancestors([out]))
 
 
-def group_queries(attention: Node, num_kv_heads: int) -> None:
-    """Have the query heads that read the same KV head follow each other, and those of the output in the old order."""
-    graph, (query, key, value, mask, *rest) = attention.graph, attention.args
-    groups = (shape_of(query) or ())[1] // num_kv_heads
-
-    def turned(node: Any, dim: int, sizes: tuple[int, int]) -> Node:
-        apart = call(graph, _aten.unflatten.int, (node, dim, sizes), attention)
-        swapped = call(graph, _aten.transpose.int, (apart, dim, dim + 1), attention)
-        return call(graph, _aten.flatten.using_ints, (swapped, dim, dim + 1), attention)
-
-    dims = shape_of(mask) or ()
-    with graph.inserting_before(attention):
-        query = turned(query, 1, (groups, num_kv_heads))
-        if len(dims) > 2 and not same_sizes(dims[-3:-2], (1,)):
-            mask = turned(mask, len(dims) - 3, (groups, num_kv_heads))
-    attention.args = (query, key, value, mask, *rest)
-    with graph.inserting_before(attention.next):
-        out = turned(attention, 1, (num_kv_heads, groups))
-    attention.replace_all_uses_with(out, delete_user_cb=lambda user: user not in ancestors([out]))
+def _turned(heads: torch.Tensor, sizes: tuple[int, int]) -> torch.Tensor:
+    """The heads of `[..., (batch) heads, tokens, channels]`, of two sizes, in the order of the second one."""
+    dim = heads.dim() - 3
+    return heads.unflatten(dim, (-1, *sizes)).transpose(dim + 1, dim + 2).flatten(dim, dim + 2)
 
 
 def _as_operand(side: torch.Tensor, operand: Operand) -> torch.Tensor:
