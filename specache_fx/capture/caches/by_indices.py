@@ -132,8 +132,8 @@ class ById:
             return None
         key = part.signature([writes[value] for value in part.related] if writes else ())
         if key not in self._seen:
-            found = find(part)
-            self._seen[key] = None if None in found else found, part.nodes
+            made = find(part)
+            self._seen[key] = None if None in made else made, part.nodes
         found, nodes = self._seen[key]
         same = dict(zip(nodes, part.nodes, strict=True))
         return with_nodes(found, lambda each: same[each] if isinstance(each, Node) else each)
@@ -277,8 +277,7 @@ def _in_place(
         return None
     numbers = list(range(row, row + count))
     from_end = [number - whole.shape[2] for number in numbers]
-    position: Any = _found_by(known, behind, numbers, row, from_end)
-    position = _number_in(behind, row) if position is None else position
+    position = _number_in(known, behind, row, numbers, from_end)
     end = None if reads_new or reads_all else _end(known, operand, num_rows)
     if position is None or not (reads_new or reads_all or end is not None):
         return None
@@ -289,7 +288,7 @@ def _rolled(
     known: dict[Node, Any], operand: Operand, buffer: Node | None, value: Node, kv: torch.Tensor
 ) -> Written | None:
     """The newest of the tokens that attention reads, written over the whole of a buffer that has heads first."""
-    whole, old = known[value], known.get(buffer) if buffer else None
+    whole, old = known[value], known.get(buffer)  # type: ignore[arg-type]
     window = (shape_of(value) or ())[2]
     if whole.dim() != 4 or not isinstance(window, int) or kv.shape[2] < window:
         return None
@@ -307,12 +306,12 @@ def _rolled(
         before = Tokens.FULL
     elif old is not None and kv.shape[2] > window and torch.equal(kv[:, :, :held], old[:, :, :held]):
         before, nodes = Tokens.SOME, ancestors([operand.node])
-        position = _found_by(known, nodes, held) or _number_in(nodes, held)
+        position = _number_in(known, nodes, held)
     else:
         return None
     if position is None:
         return None
-    made = Written(value, HEADS_FIRST, 0, kv.shape[1], False, *new, None, position)
+    made = Written(value, HEADS_FIRST, 0, kv.shape[1], False, *new, position=position)
     return replace(made, window=window, before=before)
 
 
@@ -329,9 +328,10 @@ def _found_by(known: dict[Node, Any], nodes: set[Node], *wanted: Any) -> Node | 
     return None
 
 
-def _number_in(nodes: set[Node], number: int) -> int | None:
-    """A number that some operator is given, the same in each run; None where none is."""
-    return number if any(number in node.args for node in nodes) else None
+def _number_in(known: dict[Node, Any], nodes: set[Node], number: int, *others: list[int]) -> Any:
+    """What is a number, or a tensor of it or of others; the number where an operator is given it in each run."""
+    found = _found_by(known, nodes, number, *others)
+    return number if found is None and any(number in node.args for node in nodes) else found
 
 
 def _end(known: dict[Node, Any], operand: Operand, count: int) -> Any:

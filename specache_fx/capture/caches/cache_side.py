@@ -87,7 +87,7 @@ def without_repeat(node: Node) -> Node:
         and same_sizes(expanded, (batch, heads, groups, *rest))
         and same_sizes(shapes[0], (batch, heads * groups, *rest))
     )
-    return chain[-1] if is_repeat else node  # type: ignore[no-any-return]
+    return chain[-1] if is_repeat else node
 
 
 def returned_of(root: Node, outputs: set[Node]) -> Node | None:

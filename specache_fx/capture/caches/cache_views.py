@@ -168,7 +168,7 @@ def group_queries(reader: Node, num_kv_heads: int, batch: int = 1, last: Node | 
     last.replace_all_uses_with(out, delete_user_cb=lambda user: user not in ancestors([out]))
 
 
-def _turned(heads: torch.Tensor, sizes: tuple[int, int]) -> torch.Tensor:
+def _turned(heads: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     """The heads of `[..., (batch) heads, tokens, channels]`, of two sizes, in the order of the second one."""
     dim = heads.dim() - 3
     return heads.unflatten(dim, (-1, *sizes)).transpose(dim + 1, dim + 2).flatten(dim, dim + 2)
