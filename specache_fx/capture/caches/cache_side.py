@@ -107,7 +107,7 @@ def grows(node: Any) -> bool:
         return False
     moved_from = leaves_of(parts[:1])
     return shape_of(parts[0]) == (0,) or any(
-        leaf.op == "placeholder" and is_float(leaf) for leaf in moved_from
+        node.op == "placeholder" and is_float(node) for node in moved_from
     )
 
 

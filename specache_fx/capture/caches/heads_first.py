@@ -72,11 +72,10 @@ def _caches(outputs: Sequence[Node]) -> dict[Node, Node]:
     whole, kept = dict[Node, Node](), dict[Node, Node]()
     for out in outputs:
         dims = len(shape_of(out) or ())
-        if is_float(out, MOST_DIMS) and dims > 2 and out.op != "placeholder":
-            if any(newest(out, dim) is not None for dim in range(dims)):
-                kept[out.args[0]] = out  # type: ignore[index]
-            else:
-                whole[out] = out
+        is_cut = any(newest(out, dim) is not None for dim in range(dims))
+        cache: Any = out.args[0] if is_cut else out
+        if is_float(out, MOST_DIMS) and dims > 2 and cache.op != "placeholder":
+            (kept if is_cut else whole)[cache] = out
     return kept | whole
 
 
