@@ -50,7 +50,7 @@ def prompt_masks(gm: GraphModule, program: Program) -> None:
                 # The verdict, and the real keys.
                 tested[number] = [call(gm.graph, operator.getitem, (test, i), site.core.node) for i in (0, 1)]
             query, *sides = site.core.node.args[:3]
-            shared = (without_repeat(side)[0] for side in sides)  # type: ignore[arg-type]
+            shared = map(without_repeat, sides)  # type: ignore[arg-type]
             args = (query, *shared, *tested[number], state_node, number, site.core.scale, site.keys.window)
             out = call(gm.graph, _ATTENTION, args, site.core.node, "attended")
         site.core.node.replace_all_uses_with(out)

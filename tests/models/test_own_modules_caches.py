@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cases import examples, nightly_unless
@@ -31,6 +32,7 @@ OPTIONS = TWO_LANES
 # Two ways of being exact: nothing is lost by quantising, or every low-bit pair is replaced by its original in time.
 EXACT: dict[str, dict[str, Any]] = {"16 bits": {"bits": 16}, "all staged": {"bits": 1, "top_k": 64}}
 TOKENS_FIRST: tuple[Layout, ...] = ("tokens first", "heads merged")
+WINDOW = 6
 STACKS: tuple[Layout, ...] = ("one tensor a layer", "one tensor")
 
 
@@ -72,6 +74,59 @@ def test_every_container_is_rewritten_and_equal(container: str, kind: Literal["g
 def test_tokens_before_heads_are_rewritten_and_equal(repeat_kv: RepeatKV, layout: Layout) -> None:
     config = OwnConfig("llama", "tuples", layout, repeat_kv=repeat_kv)
     assert_rewritten_and_equal(config, padded=repeat_kv == "expand", **EXACT["all staged"])
+
+
+class Windowed(torch.nn.Module):
+    """Attends to the newest `WINDOW` tokens, and returns one less with tokens first, or a projection as it comes."""
+
+    def __init__(self, is_merged: bool) -> None:
+        super().__init__()
+        self.is_merged = is_merged
+        generator = torch.Generator().manual_seed(0)
+        for name, sizes in {
+            "table": (50, 32),
+            "places": (64, 32),
+            "q": (32, 32),
+            "k": (32, 16),
+            "v": (32, 16),
+        }.items():
+            self.register_buffer(name, torch.randn(sizes, generator=generator) / 4)
+
+    def forward(self, ids: Tensor, position_ids: Tensor, past: Any = None) -> Any:
+        """`past` holds keys and values of up to `WINDOW - 1` tokens."""
+        x = self.table[ids] + self.places[position_ids]
+        sides = x @ self.k, x @ self.v
+        if not self.is_merged:
+            sides = tuple(side.unflatten(2, (-1, 8)) for side in sides)
+        if past is not None:
+            sides = tuple(torch.cat(pair, 1) for pair in zip(past, sides, strict=True))
+        heads = [(side.unflatten(2, (-1, 8)) if self.is_merged else side).transpose(1, 2) for side in sides]
+        q_len, kv_len = ids.shape[1], sides[0].shape[1]
+        rows, columns = torch.arange(kv_len - q_len, kv_len)[:, None], torch.arange(kv_len)
+        q = (x @ self.q).unflatten(2, (-1, 8)).transpose(1, 2)
+        mask = (columns <= rows) & (columns > rows - WINDOW)
+        out = F.scaled_dot_product_attention(q, *heads, attn_mask=mask, enable_gqa=True)
+        return (x + out.transpose(1, 2).flatten(2)) @ self.table.T, tuple(
+            side[:, 1 - WINDOW :] for side in sides
+        )
+
+
+@pytest.mark.parametrize("is_merged", nightly_unless(True.__eq__, [False, True]))
+@torch.no_grad()
+def test_a_window_of_another_form_is_rewritten_and_equal(is_merged: bool) -> None:
+    def generated(model: Any) -> tuple[Tensor, Any]:
+        logits, past = model(torch.arange(18).reshape(2, 9), torch.arange(9)[None])
+        found = [logits[:, -1]]
+        for place in range(9, 20):
+            logits, past = model(found[-1].argmax(-1, keepdim=True), torch.tensor([[place]]), past)
+            found.append(logits[:, -1])
+        return torch.stack(found), past
+
+    torch._dynamo.reset()
+    expected, plain = generated(Windowed(is_merged))
+    found, cache = generated(torch.compile(Windowed(is_merged), backend="specache", options=OPTIONS))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert cache[0].shape == plain[0].shape and specache_fx.stats(cache).steps == 11
 
 
 @torch.no_grad()

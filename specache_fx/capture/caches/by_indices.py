@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
-from specache_fx.capture.caches.cache_records import Moved, Tokens, Written, with_nodes
+from specache_fx.capture.caches.cache_records import Tokens, Written, with_nodes
 from specache_fx.capture.caches.id_runs import ROOM, MovedPart, Operand
 from specache_fx.capture.graph.graph_slices import ancestors
 from specache_fx.capture.graph.graph_utils import (
@@ -53,10 +53,10 @@ class ById:
 
     def __init__(self, gm: GraphModule) -> None:
         self._gm = gm
-        self._seen: dict[Any, list[Any] | None] = {}
+        self._seen: dict[Any, tuple[list[Any] | None, list[Node]]] = {}
 
-    def moved(self, operands: Sequence[Operand], caches: Sequence[Node]) -> list[Moved] | None:
-        """What keys and values are made of.
+    def moved(self, operands: Sequence[Operand], caches: Sequence[Node]) -> list[Written] | None:
+        """What keys and values are made of, where caches grow.
 
         Args:
             operands: Keys and values of an attention.
@@ -66,19 +66,14 @@ class ById:
             Of keys and of values; None where they are not made of caches by moves alone.
         """
 
-        def find(part: MovedPart) -> list[Moved | None]:
-            def found_at(sizes: Sequence[tuple[Any, int]]) -> list[Moved | None]:
+        def find(part: MovedPart) -> list[Written | None]:
+            def found_at(sizes: Sequence[tuple[Any, int]]) -> list[Written | None]:
                 known = part.run(sizes)
-                caches = [each for each in part.related if each in known]
-                return [_moved(known, operand, caches) for operand in operands]
+                return [_appended(known, operand, part.related) for operand in operands]
 
             first = found_at([])
-            if None in first:
-                return first
-            tokens = [(shape_of(each.new) or ())[token_dim(each.new_form)] for each in first if each]
-            tokens += [
-                (shape_of(each.past) or ())[token_dim(each.form)] for each in first if each and each.past
-            ]
+            tokens = [each.q_len for each in first if each]
+            tokens += [shape_of(each.buffer)[token_dim(each.form)] for each in first if each and each.buffer]  # type: ignore[index]
             # Behind all numbers in the operators, where these may begin to move something else.
             return first if first == found_at([(size, part.most() + ROOM) for size in tokens]) else [None]
 
@@ -102,10 +97,8 @@ class ById:
                 start: int, step: int, before: Sequence[Written | None]
             ) -> tuple[list[Written | None], int]:
                 known = part.run(sizes, start, step)
-                values = [value for value in part.related if value in known]
-                found = [
-                    _written(known, *both, writes, values) for both in zip(operands, before, strict=True)
-                ]
+                both = zip(operands, before, strict=True)
+                found = [_written(known, *each, writes, part.related) for each in both]
                 last = [
                     known[each.tensor].shape[token_dim(each.form)]
                     - known[each.new].shape[token_dim(each.new_form)]
@@ -139,9 +132,11 @@ class ById:
             return None
         key = part.signature([writes[value] for value in part.related] if writes else ())
         if key not in self._seen:
-            found = find(part)
-            self._seen[key] = None if None in found else with_nodes(found, part.numbered)
-        return with_nodes(self._seen[key], part.node)
+            made = find(part)
+            self._seen[key] = None if None in made else made, part.nodes
+        found, nodes = self._seen[key]
+        same = dict(zip(nodes, part.nodes, strict=True))
+        return with_nodes(found, lambda each: same[each] if isinstance(each, Node) else each)
 
 
 def _candidates(
@@ -155,7 +150,7 @@ def _candidates(
     if read is None or not read.numel():
         return
     read = read.mT if operand.transposed else read
-    for tensor in tensors:
+    for tensor in (tensor for tensor in tensors if tensor in known):
         heads = [read]
         if read.dim() == 3:  # batch and heads in one
             sizes = [operand.num_heads] if operand.num_heads else sorted({*known[tensor].shape}, reverse=True)
@@ -180,44 +175,40 @@ def _num_tokens(operand: Operand) -> Any:
     return (shape_of(operand.node) or ())[-1 if operand.transposed else -2]
 
 
-def _same_dtypes(*nodes: Node) -> bool:
+def _same_dtypes(*nodes: Node | None) -> bool:
     """Whether tensors have one dtype: ids know nothing of a cast."""
-    return len({value_of(node).dtype for node in nodes}) == 1
+    return len({value_of(node).dtype for node in nodes if node is not None}) == 1
 
 
-def _moved(known: dict[Node, Any], operand: Operand, caches: Sequence[Node]) -> Moved | None:
+def _appended(known: dict[Node, Any], operand: Operand, caches: Sequence[Node]) -> Written | None:
+    """What an operand is made of, where a cache grows."""
     for cache, kv, is_tiled in _candidates(known, operand, caches):
         found = _form(known[cache], kv)
         if found is None or known[cache].numel() != kv.numel() * num_sides(found.form):
             continue
-        form, dim = found.form, token_dim(found.form)
-        behind = [ancestors([node]) for node in (operand.node, cache)]
-        between = frozenset(node for node in known if any(node in each for each in behind))
-        past = _past_of(known, cache, form)
+        past, dim = _past_of(known, cache, found.form), token_dim(found.form)
         count = 0 if past is None else known[past].shape[dim]
-        inner = [node for node in known if all(node in each for each in behind)]
-        new = _new(known, inner, past, kv[:, :, count:], found.side)
-        if new is None or not _same_dtypes(operand.node, cache, new[0], *([past] if past else [])):
+        inside = ancestors([operand.node]) & ancestors([cache])
+        new = _new(known, inside, past, kv[:, :, count:], found.side)
+        if new is None or not _same_dtypes(operand.node, cache, new[0], past):
             continue
+        made = Written(cache, found.form, found.side, kv.shape[1], is_tiled, *new, past)
         # Sizes are small here, and a slice of more takes nothing away.
-        appended = (shape_of(new[0]) or ())[token_dim(new[1])]
-        appended = appended if past is None else appended + (shape_of(past) or ())[dim]
-        whole = (shape_of(cache) or ())[dim]
-        if same_sizes([whole, whole], [_num_tokens(operand), appended]):
-            heads, is_read = kv.shape[1], cache in behind[0]
-            return Moved(cache, form, found.side, heads, is_tiled, *new, past, between, is_read)
+        appended = made.q_len if past is None else made.q_len + (shape_of(past) or ())[dim]
+        if same_sizes([made.capacity] * 2, [_num_tokens(operand), appended]):
+            return made
     return None
 
 
 def _new(
-    known: dict[Node, Any], nodes: Sequence[Node], past: Node | None, ids: torch.Tensor, side: int
+    known: dict[Node, Any], inside: set[Node], past: Node | None, ids: torch.Tensor, side: int
 ) -> tuple[Node, str] | None:
-    """The last of some nodes that has this call's tokens and nothing else, or a pair of them; and its form."""
+    """The last node that has this call's tokens and nothing else, or a pair of them; and its form."""
     behind = set[Node]() if past is None else {past}
     for node in known:
         if not behind.isdisjoint(node.all_input_nodes):
             behind.add(node)
-    for node in reversed([node for node in nodes if node not in behind and is_float(node, MOST_DIMS)]):
+    for node in reversed([node for node in known if node in inside - behind and is_float(node, MOST_DIMS)]):
         fits = known[node].numel() in (ids.numel(), 2 * ids.numel())
         found = _form(known[node], ids, (*FORMS, *FOLDED)) if fits else None
         if found is not None and (PAIR not in found.form or found.side == side):
@@ -246,31 +237,27 @@ def _written(
 ) -> Written | None:
     """What an operand is made of; `before` in another run, where it read some of this call's tokens."""
     for value, kv, is_tiled in _candidates(known, operand, [before.tensor] if before else values):
-        buffer = writes[value]
-        old = known.get(buffer) if buffer else None
-        found = _rolled(known, operand, buffer, value, kv)
-        if found is None and old is not None and old.shape == known[value].shape:
-            found = _in_place(known, operand, buffer, value, kv, reads_some=before is None)  # type: ignore[arg-type]
-        if found is not None:
-            found = replace(found, is_tiled=is_tiled)
-            if _same_dtypes(operand.node, value, found.new, *([buffer] if buffer else [])):
-                return found
+        place = known, operand, writes[value], value, kv
+        found = _rolled(*place) or _in_place(*place, reads_some=before is None)
+        if found is not None and _same_dtypes(operand.node, value, found.new, writes[value]):
+            return replace(found, is_tiled=is_tiled)
     return None
 
 
 def _in_place(
     known: dict[Node, Any],
     operand: Operand,
-    buffer: Node,
+    buffer: Node | None,
     value: Node,
     kv: torch.Tensor,
     *,
     reads_some: bool,
 ) -> Written | None:
     """Tokens that are written into some rows of a buffer; the operand reads `reads_some` of them."""
-    if (found := _form(known[value], kv)) is None:
+    found = _form(known[value], kv)
+    if found is None or buffer not in known or known[buffer].shape != known[value].shape:
         return None
-    form, heads = found.form, kv.shape[1]
+    form, heads, num_rows = found.form, kv.shape[1], kv.shape[2]
     whole, old = (sides_of(known[node], form, heads, is_handle=False)[found.side] for node in (value, buffer))
     changed = whole != old
     tokens = changed.transpose(0, 2).flatten(1).any(1).nonzero()
@@ -280,29 +267,28 @@ def _in_place(
     ids = whole[:rows, :, row : row + count]
     behind = ancestors([value])
     reads_new = buffer not in ancestors([operand.node])
-    new = _new(known, [node for node in known if node in behind], buffer, ids, found.side)
+    new = _new(known, behind, buffer, ids, found.side)
     is_block = bool((changed[:rows, :, row : row + count]).all()) and int(changed.sum()) == ids.numel()
     room = (shape_of(buffer) or ())[token_dim(form)]
-    reads_all = found.num_rows == whole.shape[2] and same_sizes([_num_tokens(operand)], [room])
+    reads_all = num_rows == whole.shape[2] and same_sizes([_num_tokens(operand)], [room])
     first = row if reads_new else 0
-    unread = reads_some and found.row + found.num_rows <= row
-    if new is None or not is_block or unread or found.row != first or (reads_new and found.num_rows != count):
+    unread = reads_some and found.row + num_rows <= row
+    if new is None or not is_block or unread or found.row != first or (reads_new and num_rows != count):
         return None
     numbers = list(range(row, row + count))
     from_end = [number - whole.shape[2] for number in numbers]
-    position: Any = _found_by(known, behind, numbers, row, from_end)
-    position = _number_in(behind, row) if position is None else position
-    end = None if reads_new or reads_all else _end(known, operand, found.num_rows)
+    position = _number_in(known, behind, row, numbers, from_end)
+    end = None if reads_new or reads_all else _end(known, operand, num_rows)
     if position is None or not (reads_new or reads_all or end is not None):
         return None
-    return Written(value, form, found.side, heads, False, *new, position, end, reads_new)
+    return Written(value, form, found.side, heads, False, *new, None, position, end, reads_new)
 
 
 def _rolled(
     known: dict[Node, Any], operand: Operand, buffer: Node | None, value: Node, kv: torch.Tensor
 ) -> Written | None:
     """The newest of the tokens that attention reads, written over the whole of a buffer that has heads first."""
-    whole, old = known[value], known.get(buffer) if buffer else None
+    whole, old = known[value], known.get(buffer)  # type: ignore[arg-type]
     window = (shape_of(value) or ())[2]
     if whole.dim() != 4 or not isinstance(window, int) or kv.shape[2] < window:
         return None
@@ -310,7 +296,7 @@ def _rolled(
         return None
     held = 0 if old is None else int(torch.isin(kv[0, 0, :, 0], old).sum())
     behind = ancestors([value])
-    new = _new(known, [node for node in known if node in behind], buffer, kv[:, :, held:], 0)
+    new = _new(known, behind, buffer, kv[:, :, held:], 0)
     if new is None:
         return None
     position: Any = 0
@@ -320,12 +306,12 @@ def _rolled(
         before = Tokens.FULL
     elif old is not None and kv.shape[2] > window and torch.equal(kv[:, :, :held], old[:, :, :held]):
         before, nodes = Tokens.SOME, ancestors([operand.node])
-        position = _found_by(known, nodes, held) or _number_in(nodes, held)
+        position = _number_in(known, nodes, held)
     else:
         return None
     if position is None:
         return None
-    made = Written(value, HEADS_FIRST, 0, kv.shape[1], False, *new, position)
+    made = Written(value, HEADS_FIRST, 0, kv.shape[1], False, *new, position=position)
     return replace(made, window=window, before=before)
 
 
@@ -342,9 +328,10 @@ def _found_by(known: dict[Node, Any], nodes: set[Node], *wanted: Any) -> Node | 
     return None
 
 
-def _number_in(nodes: set[Node], number: int) -> int | None:
-    """A number that some operator is given, the same in each run; None where none is."""
-    return number if any(number in node.args for node in nodes) else None
+def _number_in(known: dict[Node, Any], nodes: set[Node], number: int, *others: list[int]) -> Any:
+    """What is a number, or a tensor of it or of others; the number where an operator is given it in each run."""
+    found = _found_by(known, nodes, number, *others)
+    return number if found is None and any(number in node.args for node in nodes) else found
 
 
 def _end(known: dict[Node, Any], operand: Operand, count: int) -> Any:
@@ -363,13 +350,11 @@ class _Form(NamedTuple):
         form: The tensor's.
         side: Which of a pair they are.
         row: The first of its tokens.
-        num_rows: How many.
     """
 
     form: str
     side: int
     row: int
-    num_rows: int
 
 
 def _form(whole: torch.Tensor, kv: torch.Tensor, forms: Sequence[str] = FORMS) -> _Form | None:
@@ -392,5 +377,5 @@ def _form(whole: torch.Tensor, kv: torch.Tensor, forms: Sequence[str] = FORMS) -
             if part.shape[1::2] == (heads, channels) and len(part) >= batch:
                 rows = (part[0, 0, :, 0] == first).nonzero().flatten().tolist()
                 if rows and torch.equal(part[:batch, :, rows[0] : rows[0] + count], kv):
-                    return _Form(form, side, rows[0], count)
+                    return _Form(form, side, rows[0])
     return None

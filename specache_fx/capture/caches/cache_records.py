@@ -1,4 +1,4 @@
-"""Records of the sources of keys and values; `by_indices.py` fills them."""
+"""The record of where keys and values come from; `by_indices.py` fills it."""
 
 from __future__ import annotations
 
@@ -10,50 +10,8 @@ from typing import Any
 
 from torch.fx import Node
 
-from specache_fx.capture.graph.graph_utils import (
-    shape_of,
-)
-from specache_fx.runtime.handle_form import (
-    token_dim,
-)
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where keys or values of an attention come from.
-
-    Attributes:
-        tensor: The cache that is returned, or all that is in a buffer after this call.
-        form: Its form.
-        side: Of a pair: 0 for keys, 1 for values.
-        num_kv_heads: Its heads.
-        is_tiled: Heads are repeated one after the other, as `repeat` does, and not each by itself.
-        new: This call's tokens.
-        new_form: The form of `new`, which may hold both sides of a pair.
-    """
-
-    tensor: Node
-    form: str
-    side: int
-    num_kv_heads: int
-    is_tiled: bool
-    new: Node
-    new_form: str
-
-
-@dataclass(frozen=True)
-class Moved(Source):
-    """What an operand is made of, where a cache grows.
-
-    Attributes:
-        past: The input that tokens are appended to; None in a prompt.
-        between: The nodes that move them.
-        is_read: The operand is computed from the cache itself, and not beside it.
-    """
-
-    past: Node | None
-    between: frozenset[Node]
-    is_read: bool
+from specache_fx.capture.graph.graph_utils import shape_of
+from specache_fx.runtime.handle_form import token_dim
 
 
 class Tokens(Enum):
@@ -66,25 +24,40 @@ class Tokens(Enum):
 
 
 @dataclass(frozen=True)
-class Written(Source):
-    """What an operand is made of, where a buffer of fixed length is written in place.
+class Written:
+    """What keys or values of an attention are made of: a cache that grows, or a buffer that is written in place.
 
     Attributes:
-        position: Where the first token is written, or where each is: a number, or a node. It tells nothing with
-            `Tokens.NONE` and `FULL`.
+        tensor: The cache with all of its tokens, or all that is in a buffer after this call.
+        form: Its form.
+        side: Of a pair: 0 for keys, 1 for values.
+        num_kv_heads: Its heads.
+        is_tiled: Heads are repeated one after the other, as `repeat` does, and not each by itself.
+        new: This call's tokens.
+        new_form: The form of `new`, which may hold both sides of a pair.
+        buffer: The input that tokens are appended to, or written into; or what this call makes for them. None where
+            no tokens were there before.
+        position: Of a buffer: where the first token is written, or where each is: a number, or a node. It tells
+            nothing with `Tokens.NONE` and `FULL`.
         end: Where the rows end that are read; None where all are, or this call's tokens alone.
         reads_new: The operand is this call's tokens, and not read from the buffer.
         window: Tokens that the buffer has room for, where it keeps the newest; None where it keeps all.
         before: Tokens that it has to hold before this call.
-        buffer: The input that is written, or what this call makes for it; None where all of it is written.
     """
 
-    position: Any
+    tensor: Node
+    form: str
+    side: int
+    num_kv_heads: int
+    is_tiled: bool
+    new: Node
+    new_form: str
+    buffer: Node | None = None
+    position: Any = None
     end: Any = None
     reads_new: bool = False
     window: int | None = None
     before: Tokens = Tokens.ANY
-    buffer: Node | None = None
 
     @property
     def is_input(self) -> bool:
@@ -107,6 +80,6 @@ def with_nodes(record: Any, change: Callable[[Any], Any]) -> Any:
     if dataclasses.is_dataclass(record):
         names = [field.name for field in dataclasses.fields(record)]
         return type(record)(*(with_nodes(getattr(record, name), change) for name in names))  # type: ignore[misc]
-    if type(record) in (list, frozenset):
-        return type(record)(with_nodes(each, change) for each in record)
+    if isinstance(record, list):
+        return [with_nodes(each, change) for each in record]
     return change(record)

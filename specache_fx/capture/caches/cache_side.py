@@ -29,45 +29,34 @@ _aten = torch.ops.aten
 _SAME_TOKENS = {"clone", "_to_copy", "slice"}
 
 
-def without_repeat(node: Node) -> tuple[Node, list[Node]]:
-    """Strip repeat_kv, `reshape(clone(expand(unsqueeze(x, 2), ...)), ...)`.
+def without_repeat(node: Node) -> Node:
+    """What `reshape(clone(expand(unsqueeze(x, 2), ...)), ...)` repeats; another node itself.
 
     A reshape may insert the dimension, too: `x.view(b, h, 1, n, d)`.
-
-    Returns:
-        The repeated node, and the nodes that repeat it; the node itself, and none, where it is no repeat.
     """
-    chain, copies = [node], []
-    for names in (("reshape",), ("expand",), ("unsqueeze", "reshape")):
-        if names == ("expand",) and target_name(chain[-1]) == "clone":
-            copies.append(chain.pop())
-            chain.append(copies[-1].args[0])  # type: ignore[arg-type]
-        if target_name(chain[-1]) not in names or not isinstance(chain[-1].args[0], Node):
-            return node, []
-        chain.append(chain[-1].args[0])
-    merged, expanded, inserted, root = (shape_of(step) or () for step in chain)
-    front, back = root[:2], root[2:]
+    chain: list[Any] = [node]
+    for names in (("reshape",), ("clone",), ("expand",), ("unsqueeze", "reshape")):
+        if target_name(chain[-1]) in names:
+            chain.append(chain[-1].args[0])
+    shapes = [shape_of(each) or () for each in chain]
+    if len(chain) < 4 or (len(shapes[-1]), len(shapes[-3])) != (4, 5):
+        return node
+    expanded, inserted, root = shapes[-3:]
+    (batch, heads, *rest), groups = root, expanded[2]
     is_repeat = (
-        (len(root), len(expanded)) == (4, 5)
-        and (target_name(chain[2]) == "reshape" or chain[2].args[1] in (2, -3))
-        and same_sizes(inserted, (*front, 1, *back))
-        and same_sizes(expanded[:2], front)
-        and same_sizes(merged, (front[0], front[1] * expanded[2], *back))
+        same_sizes(inserted, (batch, heads, 1, *rest))
+        and same_sizes(expanded, (batch, heads, groups, *rest))
+        and same_sizes(shapes[0], (batch, heads * groups, *rest))
     )
-    return (chain[-1], chain[:-1] + copies) if is_repeat else (node, [])
+    return chain[-1] if is_repeat else node
 
 
-def _kept_slice(root: Node, outputs: set[Node]) -> Node | None:
-    """The one slice of keys that is returned in their place."""
-    kept = [user for user in root.users if user in outputs and target_name(user) == "slice"]
-    return kept[0] if len(kept) == 1 and newest(kept[0]) is not None else None
-
-
-def is_cache(node: Node, outputs: set[Node]) -> bool:
-    """Whether a model returns this 4-D tensor, or its newest tokens."""
-    if len(shape_of(node) or ()) != 4:
-        return False
-    return node in outputs or _kept_slice(node, outputs) is not None
+def returned_of(root: Node, outputs: set[Node]) -> Node | None:
+    """Keys or values of four dimensions as a model returns them, all or the newest; None where it returns neither."""
+    if len(shape_of(root) or ()) != 4:
+        return None
+    kept = [user for user in root.users if user in outputs and newest(user) is not None]
+    return root if root in outputs else kept[0] if len(kept) == 1 else None
 
 
 def grows(node: Any) -> bool:
@@ -79,48 +68,42 @@ def grows(node: Any) -> bool:
         return False
     moved_from = leaves_of(parts[:1])
     return shape_of(parts[0]) == (0,) or any(
-        leaf.op == "placeholder" and is_float(leaf) for leaf in moved_from
+        node.op == "placeholder" and is_float(node) for node in moved_from
     )
 
 
 def _appended(root: Node) -> tuple[Node | None, Node]:
-    """The past and the new part of `cat([past, new], -2)`; no past where there is none."""
+    """The past, maybe changed, and the new part of `cat([past, new], -2)`; no past where there is none."""
     parts, dim = concatenated(root) or ([], 0)
-    if len(parts) == 2 and dim == 2:
-        first, second = parts
-        if first.op == "placeholder" and shape_of(first)[2] != 0:  # type: ignore[index]
-            return first, second
-        if first.op == "placeholder" or shape_of(first) == (0,):
-            return None, second
-    return None, root
-
-
-def changed_past(root: Node) -> Node | None:
-    """The node that changes the past before this call's tokens are appended to it, `cat([0.9 * past, new], -2)`."""
-    parts, dim = concatenated(root) or ([], 0)
-    if len(parts) != 2 or dim != 2 or parts[0].op == "placeholder" or shape_of(parts[0]) == (0,):
-        return None
-    read = [
-        node for node in ancestors([parts[0]]) if node.op == "placeholder" and len(shape_of(node) or ()) == 4
-    ]
-    return parts[0] if read else None
+    if len(parts) != 2 or dim != 2:
+        return None, root
+    past, new = parts
+    if shape_of(past) == (0,) or (past.op == "placeholder" and shape_of(past)[2] == 0):  # type: ignore[index]
+        return None, new
+    is_past = any(node.op == "placeholder" and len(shape_of(node) or ()) == 4 for node in ancestors([past]))
+    return (past, new) if is_past else (None, root)
 
 
 def side_of(root: Node, what: str, outputs: set[Node], inside: set[Node]) -> Side:
-    """Describe a cache (`is_cache`).
+    """Describe a cache.
 
     Args:
-        root: Past and new.
+        root: Past and new, of which a part is returned.
         what: "keys" or "values", for messages.
         outputs: The graph's.
         inside: What may read it: the attentions over it, and what leads to them.
 
     Raises:
-        LeaveAlone: If something else reads it, which handles would not serve.
+        LeaveAlone: If something else reads it, which handles would not serve; or if its past is changed.
     """
     past, new = _appended(root)
-    output = root if root in outputs else _kept_slice(root, outputs)
+    output = returned_of(root, outputs)
     assert output is not None
+    if past is not None and past.op != "placeholder":
+        raise LeaveAlone(
+            f"what is appended to is not the past as it came in, but what {described(past)} makes of it",
+            f"Append this call's tokens to the past itself: cat([past, new], dim=-2). {LEAVE}.",
+        )
     for user in root.users:
         if user not in inside and user is not output and user.op != "output" and not reads_shape_only(user):
             if user in _written_values(root.graph):

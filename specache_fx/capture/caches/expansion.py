@@ -48,7 +48,7 @@ def find_expansion(gm: GraphModule, reading: Reading) -> Expansion:
     Raises:
         LeaveAlone: If it is not a function of each token's cached numbers alone.
     """
-    results, caches = [reading.key, reading.value], [reading.key_cache, reading.value_cache]
+    results, caches = [reading.core.key, reading.core.value], [reading.key_cache, reading.value_cache]
     # Dynamo may have a symbol of its own for the length of each.
     sizes = [(shape_of(cache) or ())[2] for cache in caches]
     lengths = [
@@ -96,7 +96,7 @@ def _cut(
 ) -> GraphModule:
     """The operations between cache and attention. The length is an input: nodes `lengths`, the constant `tokens`."""
     inputs = [reading.key_cache, reading.value_cache, *lengths, *leaves]
-    cut = extract(gm, [reading.key, reading.value], inputs)
+    cut = extract(gm, [reading.core.key, reading.core.value], inputs)
     ends = placeholders(cut.graph)
     with cut.graph.inserting_after(ends[1]):
         num_tokens = cut.graph.placeholder("num_tokens")
@@ -155,7 +155,7 @@ def _differs(reading: Reading, expansion: Expansion, leaves: list[Node]) -> str 
             raise ValueError("they have other shapes for another number of tokens")
         return found
 
-    results = (reading.key, reading.value)
+    results = (reading.core.key, reading.core.value)
     try:
         for size in _PROOF_SIZES:
             sides = random(size)

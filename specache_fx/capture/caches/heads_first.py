@@ -20,7 +20,7 @@ The graph computes the same. What else reads a cache reads it in the model's for
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,8 +28,8 @@ from torch.fx import GraphModule, Node
 
 from specache_fx.capture.attention.run_form import side_of_product
 from specache_fx.capture.caches.by_indices import ById
-from specache_fx.capture.caches.cache_records import Moved, Written
-from specache_fx.capture.caches.cache_side import is_cache, without_repeat
+from specache_fx.capture.caches.cache_records import Written
+from specache_fx.capture.caches.cache_side import returned_of, without_repeat
 from specache_fx.capture.caches.cache_views import (
     as_in_model,
     attentions_of,
@@ -41,10 +41,10 @@ from specache_fx.capture.caches.cache_views import (
 from specache_fx.capture.caches.id_runs import Operand
 from specache_fx.capture.graph.graph_edit import call, finish, place_behind
 from specache_fx.capture.graph.graph_slices import ancestors, eliminate_dead_code
-from specache_fx.capture.graph.graph_utils import is_float, newest, placeholders, shape_of
+from specache_fx.capture.graph.graph_utils import END, is_float, newest, placeholders, shape_of
 from specache_fx.capture.graph.left_alone import UnknownFormError
 from specache_fx.capture.program import CacheForm
-from specache_fx.runtime.handle_form import HEADS_FIRST, MOST_DIMS, PAIR, num_sides
+from specache_fx.runtime.handle_form import HEADS_FIRST, MOST_DIMS, PAIR, num_sides, token_dim
 
 _aten = torch.ops.aten
 
@@ -55,22 +55,27 @@ def heads_first(gm: GraphModule) -> tuple[dict[int, CacheForm], dict[int, CacheF
     Returns:
         The form of inputs and outputs that had another one, by position.
     """
-    outputs = set(gm.graph.output_node().all_input_nodes)
-    caches = [node for node in gm.graph.nodes if node in outputs and _may_be_cache(node)]
-    rewrite, by_id = _Rewrite(gm), ById(gm)
-    for attention, operands in attentions_of(gm) if caches else ():
-        if not all(_is_plain(operand, outputs) for operand in operands):
-            found = by_id.moved(operands, caches)
+    outputs = gm.graph.output_node().all_input_nodes
+    returned = _caches(outputs)
+    rewrite, by_id = _Rewrite(gm, returned), ById(gm)
+    for attention, operands in attentions_of(gm) if returned else ():
+        if not all(_is_plain(operand, set(outputs)) for operand in operands):
+            found = by_id.moved(operands, [*returned])
             if found is not None and is_known(found):
                 rewrite.attention(attention, operands, found)
     return rewrite.finish()
 
 
-def _may_be_cache(node: Node) -> bool:
-    """Whether an output may be a cache as a whole, and not the newest tokens of one."""
-    dims = len(shape_of(node) or ())
-    whole = is_float(node, MOST_DIMS) and dims > 2 and all(newest(node, dim) is None for dim in range(dims))
-    return whole and node.op != "placeholder"
+def _caches(outputs: Sequence[Node]) -> dict[Node, Node]:
+    """Results that may be caches, each with what is returned of it: itself, or its newest tokens."""
+    whole, kept = dict[Node, Node](), dict[Node, Node]()
+    for out in outputs:
+        dims = len(shape_of(out) or ())
+        is_cut = any(newest(out, dim) is not None for dim in range(dims))
+        cache: Any = out.args[0] if is_cut else out
+        if is_float(out, MOST_DIMS) and dims > 2 and cache.op != "placeholder":
+            (kept if is_cut else whole)[cache] = out
+    return kept | whole
 
 
 def _is_plain(operand: Operand, outputs: set[Node]) -> bool:
@@ -81,10 +86,10 @@ def _is_plain(operand: Operand, outputs: set[Node]) -> bool:
             node, _ = side_of_product(node, outputs, transposed=operand.transposed)
         except UnknownFormError:
             return False
-    return is_cache(without_repeat(node)[0], outputs)
+    return returned_of(without_repeat(node), outputs) is not None
 
 
-def is_known(found: Sequence[Moved] | Sequence[Written]) -> bool:
+def is_known(found: Sequence[Written]) -> bool:
     """Whether keys and values are apart, or of a pair, keys first; and heads of both in one order."""
     keys, values = found
     if keys.is_tiled != values.is_tiled:
@@ -95,41 +100,46 @@ def is_known(found: Sequence[Moved] | Sequence[Written]) -> bool:
 
 
 class _Rewrite:
-    """The rewrite of one graph."""
+    """The rewrite of one graph, with what it returns of each cache."""
 
-    def __init__(self, gm: GraphModule) -> None:
-        self._gm, self._graph = gm, gm.graph
+    def __init__(self, gm: GraphModule, returned: Mapping[Node, Node]) -> None:
+        self._gm, self._graph, self._returned = gm, gm.graph, returned
         self._places = {node: i for i, node in enumerate(placeholders(gm.graph))}
         self._sides: dict[tuple[Node, int], Node] = {}  # by cache: keys or values with heads first
         self._forms: dict[Node, CacheForm] = {}  # of caches
         self._past: dict[Node, list[Node]] = {}  # by input: itself, or its keys and values
         self._inputs: dict[int, CacheForm] = {}
 
-    def attention(self, attention: Node, operands: Sequence[Operand], found: Sequence[Moved]) -> None:
+    def attention(self, attention: Node, operands: Sequence[Operand], found: Sequence[Written]) -> None:
         """Have an attention read its caches with heads first."""
         forms = {each.tensor: CacheForm(each.form, each.num_kv_heads) for each in found}
-        if all(self._forms.get(cache, form) == form for cache, form in forms.items()):
+        if all(
+            self._forms.get(cache, form) == form
+            and (self._returned[cache] is cache or self._num_kept(cache, form) is not None)
+            for cache, form in forms.items()
+        ):
             self._forms |= forms
-            sides = [self._side(each) for each in found]
+            sides = [self._side(*both) for both in zip(operands, found, strict=True)]
             read_sides(attention, operands, sides, is_tiled=found[0].is_tiled)
 
-    def _side(self, each: Moved) -> Node:
+    def _side(self, operand: Operand, each: Written) -> Node:
         """Keys or values with heads first."""
-        if each.form == HEADS_FIRST and each.is_read:
+        if each.form == HEADS_FIRST and each.tensor in ancestors([operand.node]):
             return each.tensor
         if (each.tensor, each.side) not in self._sides:
-            past = None if each.past is None else self._past_of(each, each.past)[each.side]
+            past = [] if each.buffer is None else [self._past_of(each, each.buffer)[each.side]]
+            between = ancestors([operand.node, each.tensor], [each.new, *past]) - {each.new, *past}
             with self._graph.inserting_before(place_behind([each.new])):
                 args = (each.new, each.new_form, each.num_kv_heads, each.side, each.tensor)
                 side = heads_first_of(self._graph, *args)
-                if past is not None:
-                    side = call(self._graph, _aten.cat.default, ([past, side], 2), each.tensor)
+                if past:
+                    side = call(self._graph, _aten.cat.default, ([*past, side], 2), each.tensor)
             self._sides[each.tensor, each.side] = side
-            for node in each.between if past is not None else ():
-                read_sizes(node, [past, side], shape_of(node) or ())  # type: ignore[list-item]
+            for node in between if past else ():
+                read_sizes(node, [*past, side], shape_of(node) or ())
         return self._sides[each.tensor, each.side]
 
-    def _past_of(self, each: Moved, past: Node) -> list[Node]:
+    def _past_of(self, each: Written, past: Node) -> list[Node]:
         if each.form == HEADS_FIRST:
             return [past]
         if past not in self._past:
@@ -137,6 +147,10 @@ class _Rewrite:
             values = placeholders(self._graph).index(nodes[1]) if len(nodes) > 1 else None
             self._inputs[self._places[past]] = CacheForm(each.form, each.num_kv_heads, values)
         return self._past[past]
+
+    def _num_kept(self, cache: Node, form: CacheForm) -> int | None:
+        """How many of the newest tokens of a cache are returned; None where all are."""
+        return newest(self._returned[cache], token_dim(form.form))
 
     def finish(self) -> tuple[dict[int, CacheForm], dict[int, CacheForm]]:
         """Have outputs be the sides; what else reads a cache reads what the model has of them."""
@@ -151,7 +165,11 @@ class _Rewrite:
             made = ancestors([whole])
             for user in [user for user in cache.users if user is not output and user not in made]:
                 user.replace_input_with(cache, whole)
-            for i in [i for i, out in enumerate(outs) if out is cache]:
+            if kept := self._num_kept(cache, form):
+                with self._graph.inserting_before(output):
+                    cut = [(side, 2, -kept, END) for side in sides]
+                    sides = [call(self._graph, _aten.slice.Tensor, args, cache) for args in cut]
+            for i in [i for i, out in enumerate(outs) if out is self._returned[cache]]:
                 outs[i], *more = sides
                 if form.form != HEADS_FIRST:
                     given[i] = form._replace(values=len(outs) if more else None)

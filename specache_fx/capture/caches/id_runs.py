@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Interpreter, Node
@@ -69,12 +69,6 @@ class _Ids(Interpreter):
         return super().call_function(target, args, kwargs)
 
 
-class _Number(NamedTuple):
-    """A node of a part, by its place."""
-
-    place: int
-
-
 class MovedPart:
     """The part of a graph between an attention's operands and what these are moved from.
 
@@ -96,37 +90,26 @@ class MovedPart:
         self._leaves = [node for node in self.nodes if node in leaves]
         self._places = {node: i for i, node in enumerate(self.nodes)}
 
-    def numbered(self, value: Any) -> Any:
-        """The number of a node; another value as it is."""
-        return _Number(self._places[value]) if isinstance(value, Node) else value
-
-    def node(self, value: Any) -> Any:
-        """The node of a number; another value as it is."""
-        return self.nodes[value.place] if isinstance(value, _Number) else value
-
     def signature(self, more: Iterable[Node | None] = ()) -> Any:
         """Equal for parts that do the same, and whose nodes `more` are in the same places; symbols of sizes apart."""
         names: dict[str, str] = {}
 
         def text(value: Any) -> str:
-            renamed = re.sub(
+            return re.sub(
                 r"\b[suz]\d+\b", lambda found: names.setdefault(found[0], f"#{len(names)}"), str(value)
             )
-            return renamed
+
+        def place(node: Node) -> str:
+            return f"%{self._places[node]}"
 
         def line(node: Node) -> Any:
             value = value_of(node)
-            size = (
-                (str(value.dtype), text(tuple(value.shape)))
-                if isinstance(value, torch.Tensor)
-                else text(value)
-            )
+            size = text((value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else value)
             if node in self._leaves:
                 return node.op == "placeholder", is_static_input(node), size
-            args = map_arg((node.args, node.kwargs), self.numbered)
-            return str(node.target), text(args), size
+            return str(node.target), text(map_arg((node.args, node.kwargs), place)), size
 
-        reads = [(self.numbered(each.node), each.num_heads, each.transposed) for each in self._operands]
+        reads = [(place(each.node), each.num_heads, each.transposed) for each in self._operands]
         ends = [*map(self._places.get, (*self.related, *more))]
         return str([*map(line, self.nodes), reads, ends])
 

@@ -22,13 +22,12 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from specache_fx.capture.caches.cache_side import changed_past, side_of, without_repeat
+from specache_fx.capture.caches.cache_side import side_of, without_repeat
 from specache_fx.capture.caches.expansion import find_expansion
 from specache_fx.capture.caches.reading import Reading, check_between, readings_of
 from specache_fx.capture.caches.unknown_forms import unknown_forms
 from specache_fx.capture.graph.graph_slices import ancestors
 from specache_fx.capture.graph.graph_utils import (
-    described,
     is_float,
     is_static_input,
     placeholders,
@@ -47,7 +46,7 @@ from specache_fx.runtime.handle import unfit_reason
 
 def _comes_whole(core: AttentionCore) -> bool:
     """Whether keys are an input of the graph, and not just those of this call's tokens."""
-    cache: Any = without_repeat(core.key)[0]
+    cache: Any = without_repeat(core.key)
     cache = cache.args[0] if cache.target is torch.ops.aten.transpose.int else cache  # whichever are swapped
     return (
         cache.op == "placeholder"
@@ -107,12 +106,6 @@ def _check_cache(
         raise LeaveAlone("its keys and its values are those of different caches")
     if owner is not None and (keys.root, values.root) != (owner.keys.root, owner.values.root):
         raise LeaveAlone(f"it reads as values what attention `{owner.core.node.name}` reads as keys")
-    for side in (keys, values):
-        if (changed := changed_past(side.root)) is not None:
-            raise LeaveAlone(
-                f"what is appended to is not the past as it came in, but what {described(changed)} makes of it",
-                f"Append this call's tokens to the past itself: cat([past, new], dim=-2). {LEAVE}.",
-            )
     if (keys.past is None) != (values.past is None):
         raise LeaveAlone("only one of its keys and values has a past")
     k, v = value_of(keys.root), value_of(values.root)
@@ -171,10 +164,10 @@ def _of_other_tokens(keys: Side, owners: dict[Node, AttentionSite]) -> Attention
 
 
 def _check_heads(reading: Reading) -> None:
-    q, k, v = (value_of(node) for node in (reading.core.query, reading.key, reading.value))
+    q, k, v = (value_of(node) for node in (reading.core.query, reading.core.key, reading.core.value))
     if q.dim() != 4:
         raise LeaveAlone(f"its queries have {q.dim()} dimensions, not [batch, num_heads, q_len, head_dim]")
-    for side in map(value_of, (reading.key_cache, reading.value_cache, reading.key)):
+    for side in map(value_of, (reading.key_cache, reading.value_cache, reading.core.key)):
         if statically_known_true(q.shape[0] != side.shape[0]):
             remedy = f"Cache them expanded to the queries' batch. {LEAVE}."
             raise LeaveAlone(

@@ -7,11 +7,11 @@ keys, values = expand(latent, k_rot)            -> latent and k_rot are cached (
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.fx import GraphModule, Node
 
-from specache_fx.capture.caches.cache_side import is_cache, why_not_cached, without_repeat
+from specache_fx.capture.caches.cache_side import returned_of, why_not_cached, without_repeat
 from specache_fx.capture.graph.graph_slices import ancestors
 from specache_fx.capture.graph.graph_utils import (
     reads_shape_only,
@@ -29,17 +29,13 @@ class Reading:
     """One attention's way to its cache.
 
     Attributes:
-        core: The attention.
-        key: Its keys without repeat_kv.
-        value: Its values.
-        key_cache: What is cached, and keys are computed from: `key` itself where that is cached.
+        core: The attention, with keys and values without repeat_kv.
+        key_cache: What is cached, and keys are computed from: these themselves where they are cached.
         value_cache: What is cached, and values are computed from; of two latents the one that they need.
         inside: What leads from the caches to the attention's output, that included.
     """
 
     core: AttentionCore
-    key: Node
-    value: Node
     key_cache: Node
     value_cache: Node
     inside: frozenset[Node]
@@ -47,70 +43,64 @@ class Reading:
     @property
     def is_expanded(self) -> bool:
         """Whether keys or values are computed from what is cached."""
-        return (self.key, self.value) != (self.key_cache, self.value_cache)
+        return (self.core.key, self.core.value) != (self.key_cache, self.value_cache)
 
 
 def readings_of(
     gm: GraphModule, cores: Sequence[AttentionCore], outputs: set[Node]
 ) -> dict[Node, Reading | LeaveAlone]:
-    """The reading of each attention, by its node; or the reason for none that could be followed."""
-    caches = {node for node in gm.graph.nodes if is_cache(node, outputs)}
-    attentions = {core.node for core in cores}
+    """The reading of each attention, by its node; or the reason for none that could be followed.
+
+    Args:
+        gm: The graph.
+        cores: Its attentions.
+        outputs: What it returns.
+    """
+    order = [node for node in gm.graph.nodes if returned_of(node, outputs) is not None]
+    stops = {*order, *(core.node for core in cores)}
     found: dict[Node, Reading | LeaveAlone] = {}
     for core in cores:
-        (key, key_repeat), (value, value_repeat) = without_repeat(core.key), without_repeat(core.value)
-        inside = {*core.inner, *key_repeat, *value_repeat}
-        if key in caches and value in caches:
-            found[core.node] = Reading(core, key, value, key, value, frozenset(inside))
-            continue
         try:
-            pair, between = _behind(gm, core, (key, value), caches, attentions, outputs)
-            found[core.node] = Reading(core, key, value, *pair, frozenset(inside | between))
+            found[core.node] = _reading_of(core, order, stops, outputs)
         except LeaveAlone as no:
             found[core.node] = no
     return found
 
 
-def _behind(
-    gm: GraphModule,
-    core: AttentionCore,
-    sides: tuple[Node, Node],
-    caches: set[Node],
-    attentions: set[Node],
-    outputs: set[Node],
-) -> tuple[tuple[Node, Node], set[Node]]:
-    """The two cached tensors that keys and values are computed from, and the nodes in between."""
-    key, value = sides
-    stops = caches | attentions
+def _reading_of(core: AttentionCore, caches: Sequence[Node], stops: set[Node], outputs: set[Node]) -> Reading:
+    """The reading of an attention from caches, in the graph's order; the way to these ends at `stops`."""
+    operands = core.key, core.value
+    core = replace(core, key=without_repeat(core.key), value=without_repeat(core.value))
+    sides = core.key, core.value
+    if all(side in caches for side in sides):
+        return Reading(core, *sides, core.inner | _made_from(sides, ancestors(operands, stops)))
     needed = ancestors(sides, stops)
-    order = {node: i for i, node in enumerate(gm.graph.nodes)}
-    cached = sorted(needed & caches, key=order.__getitem__)
     made = "its keys and values are computed in each step from"
-    cached = [node for node in cached if any(_same_tokens(node, side) for side in sides)]
+    cached = [node for node in caches if node in needed and any(_same_tokens(node, side) for side in sides)]
     if not cached:
-        side, what = (key, "keys") if key not in caches else (value, "values")
+        side, what = (core.key, "keys") if core.key not in caches else (core.value, "values")
         raise why_not_cached(side, what, outputs)
     if len(cached) != 2:
         names = ", ".join(f"`{node.name}`" for node in cached)
         raise LeaveAlone(f"{made} what is cached ({names}), which is not a pair of tensors")
-    if more := needed & attentions:
+    if more := (needed & stops).difference(caches):
         raise LeaveAlone(f"{made} what is cached and from another attention (`{more.pop().name}`)")
-    between = _made_from(cached, needed)
+    between = _made_from(cached, ancestors(operands, stops))
     for node in between:
         # It may be all there is of a prompt, and fewer of what comes after it: a window over a cache that keeps more.
         if target_name(node) == "slice" and len(shape_of(node) or ()) == 4 and node.args[1] in (2, -2):
             raise LeaveAlone(
                 f"it reads some of the tokens that are cached (`{node.name}`, {source_of(node)})"
             )
-    for_value = ancestors([value], stops)
+    for_value = ancestors([core.value], stops)
     latent = next((node for node in cached if node in for_value), cached[1])
     rest = next(node for node in cached if node is not latent)
     if rest in for_value:  # both are needed for both: as the model returns them
         rest, latent = cached
-    return (rest, latent), between
+    return Reading(core, rest, latent, core.inner | between)
 
 
-def _made_from(caches: list[Node], needed: set[Node]) -> set[Node]:
+def _made_from(caches: Sequence[Node], needed: set[Node]) -> set[Node]:
     """The nodes among `needed` whose numbers come from the caches; not what computes a shape."""
     made, work = set[Node](), list(caches)
     while work:

@@ -10,7 +10,7 @@ from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from specache_fx.capture.caches.cache_side import is_cache
+from specache_fx.capture.caches.cache_side import returned_of
 from specache_fx.capture.graph.graph_slices import ancestors
 from specache_fx.capture.graph.graph_utils import (
     concatenated,
@@ -160,7 +160,7 @@ def unknown_forms(
     silent: list[Refusal] = []
     for root in gm.graph.nodes:
         parts, dim = concatenated(root) or ([], 0)
-        if not parts or not is_cache(root, outputs):
+        if not parts or returned_of(root, outputs) is None:
             continue
         behind = list(_behind([root], known))
         softmax = next((node for node in behind if node in unknown), None)

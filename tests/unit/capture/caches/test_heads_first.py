@@ -73,11 +73,11 @@ LEFT: dict[str, Callable[..., Any]] = {
     "past read elsewhere": lambda q, k, past: (*plain(q, k, past), past.sum()),
     "cache read elsewhere": lambda q, k, past: (*(read := plain(q, k, past)), read[1].sum()),
     "repeated in other order": reading(lambda q, keys: sdpa(q, keys.repeat(1, 1, 2, 1).transpose(1, 2))),
+    "last heads returned": lambda q, k, past: ((read := plain(q, k, past))[0], read[1][:, :, -1:]),
     "past comes last": lambda q, k, past: plain(q, past, k * 1),
     "read as it is": reading(
         lambda q, keys: F.scaled_dot_product_attention(q[:, :, :, :], keys[:, :4], keys[:, :4])
     ),
-    "newest returned": lambda q, k, past: ((read := plain(q, k, past))[0], read[1][:, -3:]),
 }
 
 
@@ -102,6 +102,18 @@ def test_append_to_tokens_becomes_one_to_heads(name: str) -> None:
     names = [target_name(node) for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
     assert names == ["transpose", "cat", "scaled_dot_product_attention"]
     assert next(node for node in gm.graph.nodes if node.target is SDPA).args[1].target is CAT  # type: ignore[union-attr]
+
+
+def test_the_newest_tokens_of_another_form_are_a_window() -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor, past: Tensor, other: Tensor) -> Any:
+        keys, values = torch.cat([past, k], 1), torch.cat([other, v], 1)
+        read = (side.transpose(1, 2) for side in (keys, values))
+        return F.scaled_dot_product_attention(q, *read, enable_gqa=True), keys[:, -5:], values[:, -5:]
+
+    _, _, program, results = run(function, Q, K, K * 2, PAST, PAST * 2)
+    (site,) = program.sites
+    assert (site.keys.window, len(program.input_forms), len(program.output_forms)) == (6, 2, 2)
+    assert results[1].shape == (2, 2, 5, 8)
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
