@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
 
 from specache_fx.capture.graph.graph_slices import writes_in_place
 from specache_fx.capture.graph.graph_utils import value_of
@@ -56,8 +57,10 @@ def verify(gm: GraphModule, program: Program) -> None:
             _fail(node, "a marker was left behind")
         if node.op == "placeholder" and node.meta.get("specache_input") in program.past_inputs:
             _fail(node, "the graph still reads the contents of a handle")
-        if any(isinstance(size, torch.SymInt) for size in _sizes(value_of(node))):
-            _fail(node, "its shape is not static: the graph still knows a length")
+        for value in tree_leaves(value_of(node)):
+            sizes = value.shape if isinstance(value, torch.Tensor) else [value]
+            if any(isinstance(size, torch.SymInt) for size in sizes):
+                _fail(node, "its shape is not static: the graph still knows a length")
 
 
 def _check_prefetches(gm: GraphModule, program: Program) -> None:
@@ -99,9 +102,8 @@ def _check_appends(gm: GraphModule, program: Program) -> None:
             pairs[layer] = node.args[1:3]
             if appends[layer]:
                 _fail(node, "its layer has been appended to: its own pair would count twice")
-    if readers != Counter(site.layer for site in program.sites) or appends != Counter(
-        site.layer for site in program.owners
-    ):
+    layers = ([site.layer for site in sites] for sites in (program.sites, program.owners))
+    if (readers, appends) != tuple(map(Counter, layers)):
         raise PassInvariantError(
             f"{len(program.sites)} attentions became {dict(readers)} reads and {dict(appends)} appends (layer: count),"
             f" not one each (and one append for each of {len(program.owners)} layers). This is a defect: please report"
@@ -112,10 +114,3 @@ def _check_appends(gm: GraphModule, program: Program) -> None:
 def _reads(node: Node) -> bool:
     """Whether it is a layer's attention, and no probe of its scores."""
     return node.target is _OPS.quantized_attention.default and not node.meta.get(PROBE)
-
-
-def _sizes(value: Any) -> list[Any]:
-    """All sizes in a node's value."""
-    if isinstance(value, (tuple, list)):
-        return [size for item in value for size in _sizes(item)]
-    return list(value.shape) if isinstance(value, torch.Tensor) else [value]
