@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
-from specache_fx.capture.graph.dynamo_graph import needs_gradients, prepared
+from specache_fx.capture.graph.dynamo_graph import needs_gradients, prepare
+from specache_fx.capture.graph.graph_edit import copy_graph
 from specache_fx.capture.graph.graph_utils import target_name
 
 
@@ -25,7 +26,7 @@ class Watched:
 
     def __call__(self, gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         self.graphs.append(gm)
-        self.prepared.append(prepared(gm))  # here: Dynamo forgets sources afterwards
+        self.prepared.append(prepare(copy_graph(gm)))  # here: Dynamo forgets sources afterwards
         return gm
 
 
