@@ -41,7 +41,6 @@ _STEPS = {
     "select": _aten.select.int, "unflatten": _aten.unflatten.int, "flatten": _aten.flatten.using_ints,
     "transpose": _aten.transpose.int, "permute": _aten.permute.default,
 }  # fmt: skip
-_SAME_HEADS = {"_softmax", "reshape", "clone", "_to_copy"}
 
 
 def attentions_of(gm: GraphModule) -> Iterator[tuple[Node, list[Operand]]]:

@@ -28,6 +28,7 @@ from specache_fx.capture.caches.reading import Reading, check_between, readings_
 from specache_fx.capture.caches.unknown_forms import unknown_forms
 from specache_fx.capture.graph.graph_slices import ancestors
 from specache_fx.capture.graph.graph_utils import (
+    hint_of,
     is_float,
     is_static_input,
     placeholders,
@@ -140,7 +141,7 @@ def _is_of_these_tokens(core: AttentionCore, key: torch.Tensor, token: Token) ->
         return True
     if query.shape[1] != key.shape[1] or token.node is None:
         return False  # keys of another sequence can't be told from those of fewer heads without token ids
-    now = [size if isinstance(size, int) else size.node.hint for size in (rows, tokens)]
+    now = [hint_of(size) for size in (rows, tokens)]
     return all(now) and statically_known_true(rows == tokens * (now[0] // now[1]))
 
 
@@ -158,7 +159,7 @@ def _of_other_tokens(keys: Side, owners: dict[Node, AttentionSite]) -> Attention
         if whole and keys.past is not None and site.keys.past is not None:
             # Dynamo has a symbol for each: as they are in the call that it traces.
             now = [value_of(past).shape[2] for past in (keys.past, site.keys.past)]
-            if len({size if isinstance(size, int) else size.node.hint for size in now}) > 1:
+            if len({*map(hint_of, now)}) > 1:
                 return site
     return None
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
 
-import torch
 from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from specache_fx.capture.caches.cache_side import returned_of
 from specache_fx.capture.graph.graph_slices import ancestors
 from specache_fx.capture.graph.graph_utils import (
     concatenated,
     described,
+    hint_of,
     is_float,
     is_static_input,
     placeholders,
@@ -29,7 +27,6 @@ from specache_fx.capture.graph.left_alone import BREAKS, LEAVE, sdpa_instead
 from specache_fx.capture.program import Refusal
 from specache_fx.runtime.ops import SDPA
 
-_MOST_OPERATIONS = 4
 CACHE_SO = (
     "Cache keys and values apart, each as [batch, num_kv_heads, kv_len, head_dim], for scaled_dot_product_attention; or"
     " latents that grow by cat as [batch, 1, kv_len, dim], and compute each head's keys and values from them"
@@ -39,21 +36,11 @@ _READERS = {"bmm", "mm", "mul", "dot"}
 
 def _grew(out: Node, past: Node) -> bool:
     """Whether an output is an input with one more row: what a decode step returns of a cache."""
-    size, before = shape_of(out) or (), shape_of(past) or ()
-    if len(size) != len(before) or len(size) < 3 or not all(map(_is_plain, (*size, *before))):
+    size, before = ([*map(hint_of, shape_of(node) or ())] for node in (out, past))
+    if len(size) != len(before) or len(size) < 3 or None in (*size, *before):
         return False
-    more = [pair for pair in zip(size, before, strict=True) if not statically_known_true(pair[0] == pair[1])]
-    return (
-        len(more) == 1
-        and more[0][1] != 1
-        and statically_known_true(more[0][0] == more[0][1] + 1)
-        and past in ancestors([out])
-    )
-
-
-def _is_plain(size: Any) -> bool:
-    """Whether a size is a number, or a sum as a cache's is: to compare others (hashed buckets) takes minutes."""
-    return not isinstance(size, torch.SymInt) or size.node.expr.count_ops() <= _MOST_OPERATIONS
+    more = [(now, old) for now, old in zip(size, before, strict=True) if now != old]
+    return len(more) == 1 and more[0][0] == more[0][1] + 1 > 2 and past in ancestors([out])
 
 
 def _grown(gm: GraphModule, outputs: set[Node]) -> list[Node]:

@@ -49,6 +49,11 @@ def same_sizes(one: Any, other: Any) -> bool:
     )
 
 
+def hint_of(size: Any) -> Any:
+    """A size as it is in the call that Dynamo traces, without a guard; None where it depends on data."""
+    return size.node.hint if isinstance(size, torch.SymInt) else size
+
+
 def unexpanded(mask: Any) -> Any:
     """The mask that another one was expanded from, over heads or batch: it broadcasts to the same."""
     while isinstance(mask, Node) and mask.target is _aten.expand.default:

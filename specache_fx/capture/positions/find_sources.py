@@ -11,6 +11,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from specache_fx.capture.graph.graph_slices import ancestors
 from specache_fx.capture.graph.graph_utils import (
+    hint_of,
     is_integer,
     is_integer_tensor,
     is_static_input,
@@ -200,5 +201,5 @@ def kv_lens(inputs: Sequence[Node], past_inputs: Sequence[int], sources: Sources
 
 def _now(size: Any) -> int | None:
     """The value of a size in this call; None where it can't be told."""
-    hint = size if isinstance(size, int) else size.node.hint
+    hint = hint_of(size)
     return hint if isinstance(hint, int) else None
