@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
 
 from specache_fx.capture.graph.graph_slices import writes_in_place
 from specache_fx.capture.graph.graph_utils import placeholders, value_of
@@ -84,9 +85,8 @@ def verify(gm: GraphModule, program: Program) -> None:
                     _fail(node, "no wait of its layer guards the staged pairs that it reads")
                 if pending.get(layer, True):
                     _fail(node, "a prefetch lies between its wait and its read")
-    if readers != Counter(site.layer for site in program.sites) or appends != Counter(
-        site.layer for site in program.owners
-    ):
+    layers = ([site.layer for site in sites] for sites in (program.sites, program.owners))
+    if (readers, appends) != tuple(map(Counter, layers)):
         raise PassInvariantError(
             f"{len(program.sites)} attentions became {dict(readers)} reads and {dict(appends)} appends (layer: count),"
             f" not one each (and one append for each of {len(program.owners)} layers). This is a defect: please report"
@@ -96,10 +96,7 @@ def verify(gm: GraphModule, program: Program) -> None:
         if node.meta.get("specache_input") in program.past_inputs:
             _fail(node, "the graph still reads the contents of a handle")
     for node in gm.graph.nodes:
-        value = value_of(node)
-        for tensor in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(tensor, torch.SymInt) or (
-                isinstance(tensor, torch.Tensor)
-                and any(isinstance(size, torch.SymInt) for size in tensor.shape)
-            ):
+        for value in tree_leaves(value_of(node)):
+            sizes = value.shape if isinstance(value, torch.Tensor) else [value]
+            if any(isinstance(size, torch.SymInt) for size in sizes):
                 _fail(node, "its shape is not static: the graph still knows a length")
