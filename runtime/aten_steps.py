@@ -54,7 +54,7 @@ class AtenSteps(DeviceSteps):
         self._attention = kernel
         self._selects_first = config.lookahead == "none"
         self._is_full = False
-        # Of the step under way, by the first layer of those that are alike and what an arena has room for.
+        # Of the step under way, by the first of equal layers (`StepFacts.first_layers`) and an arena's room.
         self._shown: dict[tuple[int, int, int], torch.Tensor] = {}
 
     @classmethod
@@ -140,7 +140,7 @@ class AtenSteps(DeviceSteps):
     def _inputs(self, layer: int, cache: LayerState, call: LayerCall, stored: StoredTokens) -> DecodeInputs:
         """A full arena, whose rows without a token are hidden."""
         inputs = cache.inputs_at_any_length(call)
-        key = self._alike[layer], inputs.num_quantized, inputs.window_len
+        key = self._first_layers[layer], inputs.num_quantized, inputs.window_len
         shown = self._shown.get(key)
         if shown is None:
             shown = self._shown[key] = _shown(inputs, stored)

@@ -98,7 +98,7 @@ class DecodeStep:
         selects = session.transfer is not None and num_quantized > 0
         ahead = session.config.lookahead != "none" and not self.predecoding
         counted = session.config.track_hit_rates and ahead and selects
-        alike, visible, biases = self._alike()
+        first_layers, visible, biases = self._first_layers()
         facts = StepFacts(
             kv_len=kv_len,
             num_quantized=num_quantized,
@@ -108,7 +108,7 @@ class DecodeStep:
             scored_lanes=2 if self._scores_both else 1,
             key_mask=session.key_mask,
             biases=self.biases | biases,
-            alike=alike,
+            first_layers=first_layers,
             visible=visible,
             shares=self.shares,
             missed=self.missed,
@@ -116,9 +116,9 @@ class DecodeStep:
         )
         session.steps.tell(layers, facts)
 
-    def _alike(self) -> tuple[dict[int, int], dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-        """See `StepFacts.alike` and `visible`; and the biases of windows."""
-        alike: dict[int, int] = {}
+    def _first_layers(self) -> tuple[dict[int, int], dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+        """See `StepFacts.first_layers` and `visible`; and the biases of windows."""
+        first_layers: dict[int, int] = {}
         firsts: dict[tuple[Any, ...], int] = {}
         visible: dict[int, torch.Tensor] = {}
         biases: dict[int, torch.Tensor] = {}
@@ -127,14 +127,14 @@ class DecodeStep:
             masks = self.window_masks.get(layer, (None,) * self.lanes)
             seen = self.seen.get(layer)
             form = map(id, (seen,) if window is None else masks)
-            first = alike[layer] = firsts.setdefault((cache.is_exact, window, *form), layer)
+            first = first_layers[layer] = firsts.setdefault((cache.is_exact, window, *form), layer)
             if first == layer:
                 rows, bias = (seen, None) if window is None else cache.masked_rows(masks, self.predecoding)
                 visible |= {} if rows is None else {layer: rows}
                 biases |= {} if bias is None else {layer: bias}
             elif first in biases:
                 biases[layer] = biases[first]
-        return alike, visible, biases
+        return first_layers, visible, biases
 
     def _collect(self) -> tuple[list[int], bool]:
         """Record the layers that ran, also where the graph failed midway; see `WholeSteps.end`."""

@@ -41,8 +41,8 @@ class DeviceSteps(WholeSteps):
         self.device, self._top_k, self._transfer = device, top_k, transfer
         self.generation, self.captures = 0, False
         self._arenas: dict[int, weakref.ref[LayerTensors]] = {}  # that the last step ran in
-        self._stored: dict[int, StoredTokens] = {}  # by the first layer of those that are alike
-        self._alike: dict[int, int] = {}
+        self._stored: dict[int, StoredTokens] = {}  # by the first of equal layers (`StepFacts.first_layers`)
+        self._first_layers: dict[int, int] = {}
         self._tables_moved = 0
         self._shares: torch.Tensor | None = None
         self._counts: torch.Tensor | None = None
@@ -63,12 +63,14 @@ class DeviceSteps(WholeSteps):
         tables_moved = 0 if self._transfer is None else self._transfer.tables.moved
         with torch.inference_mode(False):
             # A table may have moved since the last step: rows of a group that this filled were brought.
-            if moved or tables_moved != self._tables_moved or facts.alike != self._alike:
+            if moved or tables_moved != self._tables_moved or facts.first_layers != self._first_layers:
                 self._forget()
             self._tables_moved = tables_moved
-            self._alike = dict(facts.alike)
-            self._stored = {i: stored for i, stored in self._stored.items() if i in facts.alike.values()}
-            for layer in dict.fromkeys(facts.alike.values()):
+            self._first_layers = dict(facts.first_layers)
+            self._stored = {
+                i: stored for i, stored in self._stored.items() if i in facts.first_layers.values()
+            }
+            for layer in dict.fromkeys(facts.first_layers.values()):
                 self._tell_stored(layer, facts)
             self._shares = self._told(self._shares, facts.shares)
             if facts.counts is not None:
@@ -145,7 +147,7 @@ class DeviceSteps(WholeSteps):
         if facts is None or cache is None or layer in self._run:
             raise RuntimeError(f"layer {layer} is not to run now")
         self._run.append(layer)
-        first = self._alike[layer]
+        first = self._first_layers[layer]
         stored, sees = self._stored[first], first in facts.visible
         query, key, value = (side.contiguous() for side in (query, key, value))
         call = LayerCall(
@@ -206,5 +208,5 @@ class DeviceSteps(WholeSteps):
         self._forget()
         self._arenas.clear()
         self._stored.clear()
-        self._alike.clear()
+        self._first_layers.clear()
         self._shares = self._counts = None

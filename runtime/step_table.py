@@ -151,7 +151,7 @@ class StepTable(WholeSteps):
             if described is None or described() is not cache.tensors:
                 self._describe(i, cache)
             layer.num_quantized, layer.window_len = cache.num_quantized, cache.window_len
-            inputs.visible = at.of(facts.visible.get(facts.alike[i]))
+            inputs.visible = at.of(facts.visible.get(facts.first_layers[i]))
             describe_bias(inputs, at, facts.biases.get(i))
             if host is not None and inputs.host and inputs.host_length != host.length(i):
                 self._describe_host(i, host)

@@ -10,7 +10,7 @@ from specache_fx.runtime.whole_steps import StepFacts
 
 
 class StoredTokens:
-    """Of layers that have the same ones (`StepFacts.alike`): how many, and which of them a lane sees.
+    """Of layers that have the same ones (`StepFacts.first_layers`): how many, and which of them a lane sees.
 
     Args:
         room: Tokens that there is room for.

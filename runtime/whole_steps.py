@@ -25,9 +25,9 @@ class StepFacts:
         scored_lanes: See `DecodeInputs`.
         key_mask: The session's.
         biases: See `DecodeStep`; those of windows over all of `LayerState.window_len`.
-        alike: By layer, the first one with the same stored tokens and masks: of those that select, of those that are
-            resident, of windows with one size and mask.
-        visible: By the first layer that is alike, bool `[lanes, batch, rows + lanes]`: which stored tokens, and which
+        first_layers: By layer, the first one with the same stored tokens and masks: of those that select, of those
+            that are resident, of windows with one size and mask.
+        visible: By the first of such layers, bool `[lanes, batch, rows + lanes]`: which stored tokens, and which
             of the lanes' own pairs, each lane attends to. Rows: `LayerState.window_len` of a window, else `kv_len`
             (`DecodeStep.seen`).
         shares: See `DecodeStep`.
@@ -43,7 +43,7 @@ class StepFacts:
     scored_lanes: int
     key_mask: KeyMask
     biases: Mapping[int, torch.Tensor]
-    alike: Mapping[int, int]
+    first_layers: Mapping[int, int]
     visible: Mapping[int, torch.Tensor]
     shares: torch.Tensor | None
     missed: torch.Tensor | None

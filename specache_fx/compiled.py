@@ -35,12 +35,8 @@ def uncompile(model: nn.Module) -> None:
 @contextlib.contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
     """Run the plain model within, whatever is compiled into it; its graphs are kept."""
-    modules = with_generators(model)
-    compiled = [module._compiled_call_impl for module in modules]
-    for module in modules:
-        module._compiled_call_impl = None
-    try:
+    with contextlib.ExitStack() as stack:
+        for module in with_generators(model):
+            stack.callback(setattr, module, "_compiled_call_impl", module._compiled_call_impl)
+            module._compiled_call_impl = None
         yield
-    finally:
-        for module, call in zip(modules, compiled, strict=True):
-            module._compiled_call_impl = call

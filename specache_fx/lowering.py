@@ -94,32 +94,23 @@ def lower(gm: GraphModule, inputs: Sequence[Any], lowering: Lowering) -> Compile
     """
     if lowering == "eager":
         return gm.forward
-    say_step("Inductor")
-    return _by_inductor(gm, list(inputs))
-
-
-def _by_inductor(gm: GraphModule, inputs: list[Any]) -> Compiled:
     from torch._inductor.compile_fx import compile_fx  # imported late: it loads all of Inductor
     from torch._inductor.exc import InductorError, InvalidCxxCompiler
 
+    say_step("Inductor")
     inductor_start.wait()
     try:
-        compiled: Any = compile_fx(gm, inputs)
+        compiled: Any = compile_fx(gm, list(inputs))
+        return compiled
     except InductorError as error:
         cause = error.inner_exception
+        why = f"Inductor fails to compile a graph ({type(cause).__name__}: {first_line(cause)})"
+        remedy = "Please report it"
         if isinstance(cause, InvalidCxxCompiler):
-            why = "Inductor finds no C++ compiler", "Install one, or name one by CXX;"
-        else:
-            why = (
-                f"Inductor fails to compile a graph ({type(cause).__name__}: {first_line(cause)})",
-                "Please report it;",
-            )
-        message = (
-            f'{why[0]}, so it runs operator by operator. {why[1]} lowering="eager" says that this is meant'
-        )
-        warn_once(logger, message)
+            why, remedy = "Inductor finds no C++ compiler", "Install one, or name one by CXX"
+        meant = f'{remedy}; lowering="eager" says that this is meant'
+        warn_once(logger, f"{why}, so it runs operator by operator. {meant}")
         return gm.forward
-    return compiled
 
 
 def lower_prompt(gm: GraphModule, inputs: Sequence[Any], program: Program, what: str) -> Compiled:
@@ -219,7 +210,6 @@ def lower_static(
     """
     if lowering == "eager":
         return gm.forward
-    say_step("Inductor")
     parts = compile_by_layer(gm, inputs, _compile_static) if by_layer else None
     return _compile_static(gm, inputs) if parts is None else parts
 
@@ -231,4 +221,4 @@ def _compile_static(gm: GraphModule, inputs: Sequence[torch.Tensor]) -> Compiled
     mode = FakeTensorMode(shape_env=ShapeEnv())
     with tracing(TracingContext(mode)), config.patch({"cpp.min_chunk_size": _NUMBERS_A_THREAD}):
         # AOTAutograd can't make examples of inference tensors that ask for gradients: weights may be such.
-        return _by_inductor(gm, [mode.from_tensor(each.detach(), static_shapes=True) for each in inputs])
+        return lower(gm, [mode.from_tensor(each.detach(), static_shapes=True) for each in inputs], "inductor")

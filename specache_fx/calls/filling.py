@@ -133,8 +133,8 @@ class Filling:
             shapes = tuple(shape._replace(window=window_of(each)) for each in own)
             self._session = self._opened(shapes, layer)
         session = self._session
-        is_alike = session is not None and slot >= 0 and session.shapes[slot] == shape_of(layer)
-        if session is None or not is_alike or session.device != layer.keys.device:
+        has_place = session is not None and slot >= 0 and session.shapes[slot] == shape_of(layer)
+        if session is None or not has_place or session.device != layer.keys.device:
             self._stop_streaming()
             return
         self._take(session, slot, layer)

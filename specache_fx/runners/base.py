@@ -150,14 +150,11 @@ class LeftAlone:
         reasons = _reasons(self._program)
         with inference():
             try:
-                real = give_back([args[i] for i in kv])
+                inputs = _numbers_at(kv, args)
             except CacheHandleError as error:
                 raise CacheHandleError(
                     f"{error} A graph that specache leaves alone was to get its numbers. {reasons}"
                 ) from error
-        inputs = list(args)
-        for place, tensor in real.items():
-            inputs[kv[place]] = tensor
         _refuse_handles([inputs[i] for i in kv], self._program)  # a mere piece of one
         warn_once(
             logger,
@@ -166,6 +163,14 @@ class LeftAlone:
         )
         with overriding():
             return self._compiled(*inputs)
+
+
+def _numbers_at(places: Sequence[int], args: Sequence[Any]) -> list[Any]:
+    """The inputs of a call, with 16-bit pairs in place of the handles at these places."""
+    inputs = list(args)
+    for i, tensor in give_back([args[place] for place in places]).items():
+        inputs[places[i]] = tensor
+    return inputs
 
 
 def _reasons(program: Program) -> str:
@@ -238,88 +243,6 @@ def _advance(session: Session, program: Program, args: Sequence[Any]) -> None:
     session.advance(num_tokens, decoded=False)
 
 
-def resolve(
-    program: Program, shapes: tuple[LayerShape, ...], args: Sequence[Any]
-) -> tuple[Session, list[torch.Tensor]]:
-    """The session that a call goes on with, and the handles to give back.
-
-    Args:
-        program: The findings on the graph.
-        shapes: The graph's `layer_shapes`.
-        args: Dynamo's inputs.
-
-    Returns:
-        The session, at the length that the handles claim, and one handle per slot.
-
-    Raises:
-        CacheHandleError: If an input is a handle of something else, or one where there should be none.
-        HostMemoryError: If a fork, or a cache that is taken over, doesn't fit.
-    """
-    past = [args[i] for i in program.past_inputs]
-    _refuse_handles([args[i] for i in program.other_kv_inputs], program)
-    if registry.first_handle(past) is None:
-        session, past = _take_over(program, shapes, past, args)
-    else:
-        session, past = claims.go_on(past, program.config, shapes)
-    registry.sweep()
-    return session, past
-
-
-def with_numbers(program: Program, shapes: tuple[LayerShape, ...], args: Sequence[Any]) -> Sequence[Any]:
-    """Dynamo's inputs, with 16-bit pairs in place of handles that are of this model and not of this graph.
-
-    The layers of an untraced prompt are those of the model's cache. A graph may have them in another form, have some of
-    them, or read some by itself.
-    """
-    past, others = program.past_inputs, program.other_kv_inputs
-    session = registry.find(args[past[0]]) if past else None
-    is_other = session is not None and session.shapes != shapes
-    wanted = [i for i in {*(past if is_other else ()), *others} if isinstance(args[i], Handle)]
-    if not wanted:
-        return args
-    sessions = [registry.find(args[i]) for i in wanted]
-    weights = [args[i] for i in program.weights]
-    if any(
-        each is None or not (each.origin.layers_of_cache and each.origin.has(weights)) for each in sessions
-    ):
-        return args
-    real, inputs = give_back([args[i] for i in wanted]), list(args)
-    for place, tensor in real.items():
-        inputs[wanted[place]] = tensor
-    return inputs
-
-
-def _take_over(
-    program: Program, shapes: tuple[LayerShape, ...], past: Sequence[torch.Tensor], args: Sequence[Any]
-) -> tuple[Session, list[torch.Tensor]]:
-    """A session for a cache of plain tensors: its prompt ran elsewhere, or in a graph that was left alone."""
-    kv_len = claims.known_length(shapes, past)
-    if kv_len is None:
-        raise CacheHandleError(
-            "This past KV cache was made by a call that specache did not compile, and how many tokens it holds can't be"
-            " told: each of its layers keeps a window, and all are full. Run the prompt with the compiled model."
-        )
-    if bool(torch.stack([tensor.isnan().any().to(past[0].device) for tensor in past]).any()):
-        raise CacheHandleError(_NOT_NUMBERS)
-    session = registry.open_session(program.config, shapes, past[0].dtype, past[0].device)
-    note_graph(session, program, args)
-    try:
-        if program.decoding is not None:
-            masks = program.decoding.masks.now(args)
-            for i, mask in enumerate(masks):
-                take = session.key_mask.widen if i else session.key_mask.read
-                take(mask[..., :-1], past[0].shape[0])
-        # In an extend the graph's own store op tells the padding: until then nothing is quantised.
-        hold = program.decoding is None
-        for layer in range(len(shapes)):
-            session.store(layer, past[2 * layer], past[2 * layer + 1], None, kv_len, hold)
-        session.advance(kv_len, decoded=False)
-        return session, registry.issue(session)
-    except BaseException:
-        session.close()
-        raise
-
-
 class GoesOn(ABC):
     """Continues the session that its inputs are the handles of."""
 
@@ -328,15 +251,75 @@ class GoesOn(ABC):
         self._program, self._plan, self._layers = program, program.outputs, layer_shapes(program)
 
     def __call__(self, *args: Any) -> Any:
-        """Run the new tokens."""
+        """Run the new tokens.
+
+        Raises:
+            CacheHandleError: If an input is a handle of something else, or one where there should be none.
+            HostMemoryError: If a fork, or a cache that is taken over, doesn't fit.
+        """
         with inference():
-            args = tuple(with_numbers(self._program, self._layers, args))
-            session, past = resolve(self._program, self._layers, args)
+            args = tuple(self._in_this_form(args))
+            past = [args[i] for i in self._program.past_inputs]
+            _refuse_handles([args[i] for i in self._program.other_kv_inputs], self._program)
+            if registry.first_handle(past) is None:
+                session, past = self._take_over(past, args)
+            else:
+                session, past = claims.go_on(past, self._program.config, self._layers)
+            registry.sweep()
             with session.lock:
                 claims.check_open(session)  # another thread may have released it
                 kept = self._run(session, args)
                 handles = registry.resized(session, past)
             return assemble(self._plan, kept, handles, args)
+
+    def _in_this_form(self, args: Sequence[Any]) -> Sequence[Any]:
+        """A call's inputs, with 16-bit pairs in place of handles that are of this model and not of this graph.
+
+        The layers of an untraced prompt are those of the model's cache. A graph may have them in another form, have
+        some of them, or read some by itself.
+        """
+        past, others = self._program.past_inputs, self._program.other_kv_inputs
+        session = registry.find(args[past[0]]) if past else None
+        is_other = session is not None and session.shapes != self._layers
+        wanted = [i for i in {*(past if is_other else ()), *others} if isinstance(args[i], Handle)]
+        if not wanted:
+            return args
+        weights = [args[i] for i in self._program.weights]
+        for each in (registry.find(args[i]) for i in wanted):
+            if each is None or not (each.origin.layers_of_cache and each.origin.has(weights)):
+                return args
+        return _numbers_at(wanted, args)
+
+    def _take_over(
+        self, past: Sequence[torch.Tensor], args: Sequence[Any]
+    ) -> tuple[Session, list[torch.Tensor]]:
+        """A session for a cache of plain tensors: its prompt ran elsewhere, or in a graph that was left alone."""
+        kv_len = claims.known_length(self._layers, past)
+        if kv_len is None:
+            raise CacheHandleError(
+                "This past KV cache was made by a call that specache did not compile, and how many tokens it holds"
+                " can't be told: each of its layers keeps a window, and all are full. Run the prompt with the compiled"
+                " model."
+            )
+        if bool(torch.stack([tensor.isnan().any().to(past[0].device) for tensor in past]).any()):
+            raise CacheHandleError(_NOT_NUMBERS)
+        decoding = self._program.decoding
+        session = registry.open_session(self._program.config, self._layers, past[0].dtype, past[0].device)
+        note_graph(session, self._program, args)
+        try:
+            for i, mask in enumerate(() if decoding is None else decoding.masks.now(args)):
+                take = session.key_mask.widen if i else session.key_mask.read
+                take(mask[..., :-1], past[0].shape[0])
+            for layer in range(len(self._layers)):
+                # In an extend the graph's own store op tells the padding: until then nothing is quantised.
+                session.store(
+                    layer, past[2 * layer], past[2 * layer + 1], None, kv_len, hold=decoding is None
+                )
+            session.advance(kv_len, decoded=False)
+            return session, registry.issue(session)
+        except BaseException:
+            session.close()
+            raise
 
     @abstractmethod
     def _run(self, session: Session, args: Sequence[Any]) -> Sequence[Any]:

@@ -132,14 +132,14 @@ def config_digest(config: Any) -> str | None:
     """Hash of the fields of a transformers config that change the model's numbers; None for other models."""
     if not hasattr(config, "to_dict"):
         return None
-    text = json.dumps(_telling(config.to_dict()), sort_keys=True, default=str)
+    text = json.dumps(_relevant(config.to_dict()), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _telling(value: Any) -> Any:
+def _relevant(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
-    return {str(key): _telling(item) for key, item in value.items() if not is_silent(str(key))}
+    return {str(key): _relevant(item) for key, item in value.items() if not is_silent(str(key))}
 
 
 def config_of(model: nn.Module, saved: str | None) -> Any:
