@@ -13,6 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from specache_fx.capture.attention.normalize_attention import SDPA
 from specache_fx.capture.caches.cache_records import Tokens
 from specache_fx.capture.graph.graph_edit import finish
 from specache_fx.capture.graph.graph_slices import ancestors, cut_out
@@ -22,6 +23,9 @@ from specache_fx.runtime.graph_part import Part
 
 REMEDY = f"Let nothing but attention read such a cache. Or {GROW}. {LEAVE}."
 _aten = torch.ops.aten
+DATA = (SDPA, _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.embedding.default)
+"""A mask that is computed with one of these is none of positions and padding alone."""
+_HIDES = -1e4  # or less, as many a model adds: rows of zeros that were never written have no larger scores
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,13 @@ def of_integers(gm: GraphModule, results: Any) -> Part:
     output.args = (map_arg(results, made.__getitem__),)
     finish(part.graph)
     return part
+
+
+def shows_behind(mask: torch.Tensor, kv_len: torch.Tensor) -> torch.Tensor:
+    """Whether a mask shows a column from `kv_len` on."""
+    columns = torch.arange(mask.shape[-1], device=mask.device)
+    shows = mask if mask.dtype == torch.bool else mask > _HIDES
+    return (shows & (columns >= kv_len)).any()
 
 
 def _is_of_integers(node: Any) -> bool:

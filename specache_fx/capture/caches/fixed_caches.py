@@ -31,12 +31,14 @@ from torch.fx.node import map_arg
 from specache_fx.capture.attention.run_form import mask_of
 from specache_fx.capture.caches.buffer_reads import BufferRead
 from specache_fx.capture.caches.buffers import (
+    DATA,
     REMEDY,
     Buffer,
     FixedCaches,
     asserts_of,
     counters_of,
     of_integers,
+    shows_behind,
 )
 from specache_fx.capture.caches.cache_records import Tokens, Written, with_nodes
 from specache_fx.capture.caches.cache_views import heads_first_of, read_sides
@@ -47,7 +49,6 @@ from specache_fx.capture.graph.graph_edit import (
     copy_graph,
     fake_mode_of,
     finish,
-    origin_of,
     place_behind,
     size_of,
 )
@@ -60,12 +61,12 @@ from specache_fx.capture.graph.graph_utils import (
     placeholders,
     same_sizes,
     shape_of,
+    symbols_of,
     target_name,
     value_of,
 )
 from specache_fx.capture.graph.left_alone import GROW, LEAVE, LeaveAlone, UnknownFormError, sdpa_instead
 from specache_fx.capture.graph.trace import inline
-from specache_fx.capture.positions.buffer_masks import DATA, cut_to, is_narrow, shows_behind
 from specache_fx.runtime.graph_part import Part
 from specache_fx.runtime.handle_form import is_laid_out, token_dim
 from specache_fx.runtime.ops import SDPA
@@ -97,7 +98,11 @@ def grow(gm: GraphModule, reads: Sequence[BufferRead], *, has_past: bool) -> tup
     copies: dict[Node, Node] = {}
     gm = copy_graph(gm, copies)
     mine = with_nodes(list(reads), lambda each: copies.get(each, each))
-    return gm, _Rewrite(gm, mine, has_past).run()
+    rewrite = _Rewrite(gm, mine, has_past)
+    try:
+        return gm, rewrite.run()
+    finally:
+        rewrite.forget_guards()
 
 
 class _Rewrite:
@@ -204,7 +209,7 @@ class _Rewrite:
             except UnknownFormError as error:
                 reason = f"an attention reads a cache of fixed length, and {error}"
                 raise LeaveAlone(reason, sdpa_instead(read.attention)) from error
-        return None if mask is None or is_narrow(mask) else mask
+        return None if (shape_of(mask) or (1,))[-1] == 1 else mask
 
     def _shown(self) -> tuple[Part, set[Node]]:
         """`FixedCaches.shown`, before anything is edited; and the attentions whose mask hides rows."""
@@ -235,6 +240,13 @@ class _Rewrite:
         eliminate_dead_code(self._graph)
         return part, hiding
 
+    def forget_guards(self) -> None:
+        """Dynamo can't guard the past's length, which is no size of its inputs. `FixedCacheRunner` checks it."""
+        if self._length is not None:
+            env: Any = self._mode.shape_env
+            mine = symbols_of(self._length)
+            env.guards[:] = [guard for guard in env.guards if not mine & guard.expr.free_symbols]
+
     def _attention(self, read: BufferRead, *, hides: bool) -> None:
         """Have an attention read what is there; `hides`: its mask hides the other rows."""
         node, keys = read.attention, read.sides[0]
@@ -261,37 +273,39 @@ class _Rewrite:
 
     def _fit(self, read: BufferRead, keys: Node) -> None:
         """Have spelt-out attention be as long as the keys that it reads."""
-        inside = self._inside[read.attention]
-        for node in inside:
+        product, *between, weighted = self._inside[read.attention]
+        for node in (product, *between, weighted):
             if not is_pointwise(node) and target_name(node) not in _BY_COLUMN:
                 reason = f"{described(node)} reads scores of rows that were never written in a cache of fixed length"
                 raise LeaveAlone(reason, sdpa_instead(read.attention))
-            with self._graph.inserting_before(node):
-                if node not in (inside[0], inside[-1]):  # the products read keys and values
-                    node.args = map_arg(node.args, lambda arg: self._fitted(arg, read, keys))
-                    node.args = self._resized(node, read, keys)
-            args: Any = map_arg(node.args, value_of)
-            function: Any = node.target
-            try:
-                with self._mode, torch.no_grad():
-                    node.meta = {**node.meta, "val": function(*args, **node.kwargs)}
-            except Exception as error:  # of any operator: the buffer's length is a number in it
-                reason = f"{described(node)} is of the length of a cache of fixed length, not of its tokens"
-                raise LeaveAlone(reason, sdpa_instead(read.attention)) from error
+            if node in between:  # the products read keys and values
+                self._resize(node, read, keys)
+            self._note_again(node, read)
 
-    def _resized(self, node: Node, read: BufferRead, keys: Node) -> tuple[Any, ...]:
-        """The arguments of a node whose result is as long as a buffer: with the length of the keys in its place."""
-        args: Any = node.args
-        whole, cut = [_num_rows(read)], cut_of(node)
-        if target_name(node) in ("reshape", "expand") and same_sizes(whole, [*map(value_of, args[1][-1:])]):
-            return args[0], [*args[1][:-1], self._kv_len(read, keys, node)], *args[2:]
-        if (
-            cut is not None
-            and cut[0] == len(shape_of(node) or ()) - 1
-            and same_sizes(whole, [value_of(cut[2])])
-        ):
-            return args[0], *cut[:2], self._kv_len(read, keys, node), cut[3]
-        return node.args
+    def _resize(self, node: Node, read: BufferRead, keys: Node) -> None:
+        """Have a node whose result is as long as a buffer be as long as the keys."""
+        with self._graph.inserting_before(node):
+            args: Any = map_arg(node.args, lambda arg: self._fitted(arg, read, keys))
+            whole, cut = [_num_rows(read)], cut_of(node)
+            dims = shape_of(node) or ()
+            if target_name(node) in ("reshape", "expand") and same_sizes(
+                whole, [*map(value_of, args[1][-1:])]
+            ):
+                args = args[0], [*args[1][:-1], self._kv_len(read, keys, node)], *args[2:]
+            elif cut is not None and cut[0] == len(dims) - 1 and same_sizes(whole, [value_of(cut[2])]):
+                args = args[0], *cut[:2], self._kv_len(read, keys, node), cut[3]
+            node.args = args
+
+    def _note_again(self, node: Node, read: BufferRead) -> None:
+        """Note a node's fake value, one of whose operands has another shape now."""
+        args: Any = map_arg(node.args, value_of)
+        function: Any = node.target
+        try:
+            with self._mode, torch.no_grad():
+                node.meta = {**node.meta, "val": function(*args, **node.kwargs)}
+        except Exception as error:  # of any operator: the buffer's length is a number in it
+            reason = f"{described(node)} is of the length of a cache of fixed length, not of its tokens"
+            raise LeaveAlone(reason, sdpa_instead(read.attention)) from error
 
     def _new_of(self, side: Written) -> Node:
         """This call's tokens, `[batch, num_kv_heads, q_len, head_dim]`."""
@@ -345,26 +359,50 @@ class _Rewrite:
 
     def _fitted(self, arg: Any, read: BufferRead, keys: Node) -> Any:
         """An operand of an attention, cut to the tokens that are there. Inserted at the graph's insertion point."""
-        side, length = read.sides[0], (shape_of(keys) or ())[2]
-        if arg in self._attending or not same_sizes((shape_of(arg) or ())[-1:], [_num_rows(read)]):
+        if arg in self._attending or not _is_as_long(arg, read):
             return arg
         if arg not in self._masks:
-            source = None
-            if self._has_past and side.before is Tokens.ANY:
-                source = cut_to(arg, length, self._mode, self._attending.__contains__)
-            if source is not None:
-                self._cut.append(self._place[source])
-            self._masks[arg] = arg if source is not None else self._sliced(arg, read, keys)
+            may_be_cut = self._has_past and read.sides[0].before is Tokens.ANY
+            is_cut = may_be_cut and self._cut_input(arg, read, keys)
+            self._masks[arg] = arg if is_cut else self._sliced(arg, read, keys)
         return self._masks[arg]
+
+    def _cut_input(self, mask: Node, read: BufferRead, keys: Node) -> bool:
+        """Have an input that is a mask over whole buffers come in cut. Returns whether it does.
+
+        It may be read by attentions alone, through what makes one column of each.
+        """
+        behind = ancestors([mask])
+        given = [node for node in self._inputs if node in behind and _is_as_long(node, read)]
+        moved = dict.fromkeys(given)
+        for node in self._graph.nodes:
+            if node in behind and not moved.keys().isdisjoint(node.all_input_nodes):
+                moved[node] = None
+        by_column = (
+            is_pointwise(each) or target_name(each) in ("unsqueeze", "expand") for each in [*moved][1:]
+        )
+        users = {user for node in moved for user in node.users} - moved.keys()
+        is_whole = len(given) == 1 and len(shape_of(given[0]) or ()) > 1 and users <= self._attending
+        if not (is_whole and all(by_column) and all(_is_as_long(each, read) for each in moved)):
+            return False
+        (source,), whole = given, value_of(given[0])
+        sizes = (*whole.shape[:-1], (shape_of(keys) or ())[2])
+        with self._mode:
+            cut = torch.empty_strided(sizes, whole.stride(), dtype=whole.dtype, device=whole.device)
+        source.meta = {**source.meta, "val": cut}
+        self._cut.append(self._place[source])
+        for node in [*moved][1:]:
+            self._resize(node, read, keys)
+            self._note_again(node, read)
+        return True
 
     def _sliced(self, arg: Node, read: BufferRead, keys: Node) -> Node:
         dims = shape_of(arg) or ()
         end = self._kv_len(read, keys, read.attention)
-        cut = self._graph.call_function(_aten.slice.Tensor, (arg, len(dims) - 1, 0, end))
-        # Not called: whether the buffer has room for so many tokens would be a guard.
+        cut = call(self._graph, _aten.slice.Tensor, (arg, len(dims) - 1, 0, end), read.attention)
+        # A slice that may be as long as the whole has the smaller of two sizes.
         with self._mode, torch.no_grad():
-            value = value_of(arg).new_empty((*dims[:-1], shape_of(keys)[2]))  # type: ignore[index]
-        cut.meta = {**origin_of(read.attention), "val": value}
+            cut.meta["val"] = value_of(arg).new_empty((*dims[:-1], shape_of(keys)[2]))  # type: ignore[index]
         return cut
 
     def _kv_len(self, read: BufferRead, keys: Node, origin: Node) -> Any:
@@ -394,6 +432,11 @@ def _num_rows(read: BufferRead) -> Any:
     """Rows of its buffers that an attention reads."""
     keys = read.operands[0]
     return (shape_of(keys.node) or ())[-1 if keys.transposed else -2]
+
+
+def _is_as_long(node: Any, read: BufferRead) -> bool:
+    """Whether a tensor has a column for each row that an attention reads of its buffers."""
+    return same_sizes((shape_of(node) or ())[-1:], [_num_rows(read)])
 
 
 _Key = tuple[Node, int]
