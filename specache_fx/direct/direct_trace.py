@@ -265,10 +265,11 @@ class _Fakes:
     def _empty(
         self, shape: Sequence[Any], like: torch.Tensor, strides: Sequence[int] | None = None
     ) -> torch.Tensor:
-        given = (shape,) if strides is None else (shape, strides)
-        make = torch.empty if strides is None else torch.empty_strided
+        form = {"dtype": like.dtype, "device": like.device}
         with self.mode:
-            made: torch.Tensor = self._results.call(make, given, {"dtype": like.dtype, "device": like.device})
+            if strides is None:  # a state is written in place, so it shares no storage
+                return torch.empty(shape, **form)
+            made: torch.Tensor = self._results.call(torch.empty_strided, (shape, strides), form)
         return made
 
 
