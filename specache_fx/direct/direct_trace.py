@@ -265,7 +265,7 @@ class _Fakes:
     def _empty(
         self, shape: Sequence[Any], like: torch.Tensor, strides: Sequence[int] | None = None
     ) -> torch.Tensor:
-        form = {"dtype": like.dtype, "device": like.device}
+        form: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
         with self.mode:
             if strides is None:  # a state is written in place, so it shares no storage
                 return torch.empty(shape, **form)

@@ -13,13 +13,13 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from specache_fx.capture.attention.normalize_attention import SDPA
 from specache_fx.capture.caches.cache_records import Tokens
 from specache_fx.capture.graph.graph_edit import finish
 from specache_fx.capture.graph.graph_slices import ancestors, cut_out
 from specache_fx.capture.graph.graph_utils import placeholders, value_of
 from specache_fx.capture.graph.left_alone import GROW, LEAVE, LeaveAlone
 from specache_fx.runtime.graph_part import Part
+from specache_fx.runtime.ops import SDPA
 
 REMEDY = f"Let nothing but attention read such a cache. Or {GROW}. {LEAVE}."
 _aten = torch.ops.aten
