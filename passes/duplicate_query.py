@@ -35,6 +35,7 @@ from torch.fx.traceback import preserve_node_meta
 
 from specache_fx.capture.graph.fake_results import results_of
 from specache_fx.capture.graph.graph_edit import call, copy_graph
+from specache_fx.capture.graph.graph_slices import is_assert
 from specache_fx.capture.graph.graph_utils import placeholders, value_of
 from specache_fx.capture.graph.segments import CannotCut, Joined, Segment, cut
 from specache_fx.capture.graph.simplify import simplify
@@ -98,7 +99,8 @@ def _specialize(gm: GraphModule, mode: FakeTensorMode) -> None:
             node.meta["val"] = value = results.call(node.target, args, kwargs)
             if isinstance(value, (int, float)):
                 node.replace_all_uses_with(value)
-            if not isinstance(value, Tensor | tuple | list) and not node.users and not node.all_input_nodes:
+            is_said = isinstance(value, (bool, int, float)) or is_assert(node)  # other calls act
+            if is_said and not node.users and not node.all_input_nodes:
                 gm.graph.erase_node(node)
 
 

@@ -24,9 +24,9 @@ def begin() -> threading.Thread:
 
 
 def wait() -> None:
-    """Wait for the thread, if it has begun."""
+    """Wait for the thread, if it has begun; where it hangs, Inductor finds out by itself."""
     if begin.cache_info().currsize:
-        begin().join()
+        begin().join(timeout=60)
 
 
 def _find_out() -> None:

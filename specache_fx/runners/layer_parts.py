@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -61,6 +62,9 @@ def compile_by_layer(
     if any(map(writes_in_place, gm.graph.nodes)):
         return None  # parts are ordered by their inputs
     parts, given = split(gm.graph), dict(zip(placeholders(gm.graph), inputs, strict=True))
+    for node in gm.graph.find_nodes(op="get_attr"):
+        if isinstance(value := attrgetter(str(node.target))(gm), torch.Tensor):
+            node.meta["val"] = value  # a fingerprint describes inputs by their values
     try:
         forms = [part.fingerprint(with_offsets=False) for part in parts]
     except CannotCut:

@@ -291,10 +291,13 @@ def in_groups(core: AttentionCore, calls: CallsOnce) -> AttentionCore:
         return core
     key, value = (side.args[0] for side in sides)
     heads, num_kv_heads = (int((shape_of(node) or ())[1]) for node in (core.query, key))
+    # Fewer copies than queries a head are grouped by SDPA once more, in the other order.
+    if any(each[1] != heads // num_kv_heads for each in times):
+        return core
 
     def regrouped(node: Any, place: int) -> Any:
         dims = shape_of(node) or ()
-        if not same_sizes(dims[place:][:1], (heads,)):
+        if not same_sizes(dims[place : place + 1 or None], (heads,)):  # of two dimensions: none
             return node
         sizes = (heads // num_kv_heads, num_kv_heads)
         turn = functools.partial(turned, dim=len(dims) + place, sizes=sizes)

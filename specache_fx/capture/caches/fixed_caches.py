@@ -275,7 +275,10 @@ class _Rewrite:
         """Have spelt-out attention be as long as the keys that it reads."""
         product, *between, weighted = self._inside[read.attention]
         for node in (product, *between, weighted):
-            if not is_pointwise(node) and target_name(node) not in _BY_COLUMN:
+            is_largest = target_name(node) in ("max", "amax")
+            if (not is_pointwise(node) and target_name(node) not in _BY_COLUMN) or (
+                is_largest and not _is_subtracted(node)
+            ):
                 reason = f"{described(node)} reads scores of rows that were never written in a cache of fixed length"
                 raise LeaveAlone(reason, sdpa_instead(read.attention))
             if node in between:  # the products read keys and values
@@ -432,6 +435,15 @@ def _num_rows(read: BufferRead) -> Any:
     """Rows of its buffers that an attention reads."""
     keys = read.operands[0]
     return (shape_of(keys.node) or ())[-1 if keys.transposed else -2]
+
+
+def _is_subtracted(largest: Node) -> bool:
+    """Whether a largest score is no more than taken off each score: a softmax gives the same without."""
+    views = ("getitem", "expand", "unsqueeze", "clone")
+    return all(
+        target_name(user) == "sub" or (target_name(user) in views and _is_subtracted(user))
+        for user in largest.users
+    )
 
 
 def _is_as_long(node: Any, read: BufferRead) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
-from specache_fx.capture.graph.graph_utils import placeholders, value_of
+from specache_fx.capture.graph.graph_utils import placeholders, target_name, value_of
 from specache_fx.capture.graph.segments import Segment
 from specache_fx.runtime.graph_part import Part
 from specache_fx.runtime.ops import SDPA
@@ -77,6 +77,11 @@ def constant_of(gm: GraphModule, value: Any) -> float | None:
         return None
     with torch.no_grad():
         return float(extract(gm, [value], [])()[0])
+
+
+def is_assert(node: Node) -> bool:
+    """Whether a node does nothing but compare what it gets. It may do so twice, as pre-decode does."""
+    return target_name(node).startswith(("_assert", "sym_constrain"))
 
 
 def has_effect(node: Node) -> bool:

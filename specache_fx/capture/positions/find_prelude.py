@@ -20,6 +20,7 @@ from specache_fx.capture.graph.graph_slices import (
     cut_out,
     draws_random_numbers,
     has_effect,
+    is_assert,
     mutated_inputs,
 )
 from specache_fx.capture.graph.graph_utils import (
@@ -80,7 +81,7 @@ def find_prelude(
     outside = ancestors(node for node in inside if _runs_outside(node)) & inside
     entering = {each for node in reads.keys() - outside for each in reads[node]}.union(kept) & outside
     boundary = [node for node in gm.graph.nodes if node in entering and shape_of(node) is not None]
-    asserts = [node for node in gm.graph.nodes if node not in data and _asserts(node)]
+    asserts = [node for node in gm.graph.nodes if node not in data and is_assert(node)]
     later = cut_out(gm, boundary)
     _clamp_embeddings(later.graph)
     prelude = PositionalPart(cut_out(gm, boundary, asserts), later, sources)
@@ -103,14 +104,9 @@ def _check_items(data: set[Node]) -> None:
 def _runs_outside(node: Node) -> bool:
     """Whether a graph of one shape can't compute a node, or fails to where a token has no position in the model."""
     sizes = [shape_of(each) for each in (node, *node.all_input_nodes)]
-    if node.op == "placeholder" or _asserts(node) or target_name(node) in _LOOKS_UP:
+    if node.op == "placeholder" or is_assert(node) or target_name(node) in _LOOKS_UP:
         return True
     return any(size is None or not all(isinstance(n, int) for n in size) for size in sizes)
-
-
-def _asserts(node: Node) -> bool:
-    """Whether a node does nothing but compare what it gets. It may do so twice, as pre-decode does."""
-    return target_name(node).startswith(("_assert", "sym_constrain"))
 
 
 def _is_number(node: Node) -> bool:

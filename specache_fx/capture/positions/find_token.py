@@ -50,7 +50,7 @@ def find_token(graph: Graph) -> Token:
     tables = [
         (_full_rows(node, int(value_of(node.args[0]).shape[0]), last_dims), ancestors([node.args[1]], others))
         for node in graph.nodes
-        if target_name(node) == "embedding"
+        if target_name(node) == "embedding" and isinstance((shape_of(node.args[0]) or (None,))[0], int)
     ]
     found = [
         (start, rows)
