@@ -61,6 +61,9 @@ def rescale() -> Iterator[None]:
     library.define("rescale(Tensor(a!) x, float factor) -> ()")
     library.impl("rescale", lambda x, factor: (x.mul_(factor), None)[1], "CompositeExplicitAutograd")
     torch.library.register_fake("spellings::rescale", lambda x, factor: None, lib=library)
+    library.define("count(SymInt n) -> ()")
+    library.impl("count", NOTES.append, "CompositeExplicitAutograd")
+    torch.library.register_fake("spellings::count", lambda n: None, lib=library)
     library.define("note(Tensor x) -> ()")
     library.impl("note", lambda x: NOTES.append(x.shape[1]), "CompositeExplicitAutograd")
     torch.library.register_fake("spellings::note", lambda x: None, lib=library)
@@ -137,12 +140,18 @@ def test_a_write_by_another_library_is_seen(
     assert len(compiled_graphs) == 1
 
 
-@pytest.mark.parametrize("where", ["data", "positions"])
+def test_heads_that_are_repeated_and_grouped_are_never_turned_the_wrong_way() -> None:
+    assert equals_plain(RepeatedAndGrouped()) < 0.02
+
+
+@pytest.mark.parametrize("where", ["data", "positions", "size"])
 def test_an_operator_that_is_there_for_its_effect_runs_as_often_as_in_the_model(where: str) -> None:
     class Noting(Hooked):
         def hidden(self, x: Tensor, *more: Tensor) -> Tensor:
             if where == "data":
                 torch.ops.spellings.note(x)
+            if where == "size":
+                torch.ops.spellings.count(x.shape[1])
             return x
 
         def positions(self, ids: Tensor, start: int) -> Tensor:
@@ -526,6 +535,24 @@ class HeadsRepeatedInTurn(SpeltOut):
         return (scores.softmax(-1) @ v)[:, 1:3]
 
 
+class TurnedUnderAMask(Hooked):
+    """As many heads as the prompt has tokens, repeated in turn, under a mask of two dimensions."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, hide: Tensor) -> Tensor:
+        q = torch.cat([q * (1 + i) for i in range(5)], 1)
+        k, v = (side.repeat(1, 5, 1, 1) for side in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=~hide)[:, 1:3]
+
+
+class RepeatedAndGrouped(Hooked):
+    """KV heads repeated in turn, and SDPA groups the query heads of these once more."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, hide: Tensor) -> Tensor:
+        q = torch.cat([q * (1 + i) for i in range(4)], 1)
+        k, v = (side.repeat(1, 2, 1, 1) for side in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=~hide, enable_gqa=True)[:, 1:3]
+
+
 class QueriesBeforeHeads(Hooked):
     """As DeepSeek's code has scores: `[batch, q_len, num_heads, kv_len]`."""
 
@@ -613,6 +640,7 @@ SPELT = (
     FoldsHeads,
     FoldsHeadsBehindTokens,
     HeadsRepeatedInTurn,
+    TurnedUnderAMask,
     OneDimensionalBias,
     OneMaskForAllHeads,
     QueriesBeforeHeads,
