@@ -248,7 +248,7 @@ class _Compile:
     def _grown(self, graph: GraphModule, reads: Sequence[BufferRead], has_past: bool) -> Growing:
         """The runner of calls with a past, or of those without, with caches that grow in place of buffers."""
         graph, plan = grow(graph, reads, has_past=has_past)
-        program = self._analysed(graph, plan.numbers.inputs)
+        program = self._analysed(graph, plan.starts)
         buffers = {buffer.input for buffer in plan.buffers}
         program = replace(
             program, weights={i: name for i, name in program.weights.items() if i not in buffers}

@@ -82,6 +82,10 @@ class FixedCacheRunner:
         runner, plan = self._made[has_past]
         if plan is None:
             return runner(*args)
+        kv_len = call.start + call.q_len
+        with inference():
+            if call.agrees is None and any(map(bool, plan.shown(args, torch.tensor(kv_len)))):
+                raise CacheHandleError(_SHOWN.format(kv_len=kv_len))
         # A prompt's buffers are freed before it runs.
         extents = _extents(plan, call, args)
         with inference():
@@ -129,8 +133,6 @@ def _located(plan: FixedCaches, held: Sequence[torch.Tensor], args: Sequence[Any
     room = min(each for each, buffer in zip(rooms, plan.buffers, strict=True) if buffer.before is Tokens.ANY)
     if kv_len > room:
         raise CacheHandleError(_FULL.format(kv_len=kv_len, capacity=room))
-    if agrees is None and any(map(bool, plan.shown(args, torch.tensor(kv_len)))):
-        raise CacheHandleError(_SHOWN.format(kv_len=kv_len))
     return _Call(start, q_len, batch, rooms, counted, agrees)
 
 

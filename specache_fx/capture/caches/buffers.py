@@ -64,6 +64,7 @@ class FixedCaches:
             - how many tokens attentions read,
             - what the model asserts of that,
             - and what the counters are after it.
+        starts: Positions of the inputs that say where tokens are: they grow with the context.
         rows: The rows that tokens are written into, where these are constants of the graph.
         is_step: Calls have one token.
         ends: Whether the number of tokens that an attention reads has to be that of the tokens that are there, for no
@@ -76,6 +77,7 @@ class FixedCaches:
 
     buffers: tuple[Buffer, ...]
     numbers: Part
+    starts: tuple[int, ...]
     rows: frozenset[int]
     is_step: bool
     ends: tuple[bool, ...]

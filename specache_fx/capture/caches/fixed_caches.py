@@ -141,6 +141,7 @@ class _Rewrite:
         rooms = [size_of(end, side.tensor, token_dim(side.form)) for side in written]
         sizes = [size_of(end, new, 2), size_of(end, new, 0), rooms]
         numbers = of_integers(self._gm, [*sizes, rows, [*self._ends], conditions, [*counters.values()]])
+        placing = ancestors([node for node in (*rows, *self._ends, *conditions) if isinstance(node, Node)])
         moved = {side.buffer for side in written} | counters.keys()
         for node in list(self._graph.nodes):
             if node.target is _aten.copy_.default and node.args[0] in moved:
@@ -156,6 +157,7 @@ class _Rewrite:
         return FixedCaches(
             buffers,
             numbers,
+            tuple(i for i in numbers.inputs if self._inputs[i] in placing),
             frozenset(row for row in rows if type(row) is int),
             same_sizes((shape_of(new) or ())[2:3], (1,)),
             tuple(self._ends.values()),
