@@ -5,10 +5,11 @@
 
 The graph is traced again under `torch.vmap` over lanes. Token ids and prelude tensors carry a leading lane dimension.
 Everything else is shared, so each weight is read once for both. `batching_rules` has the operators that vmap doesn't
-know. The result is an ATen graph of static shapes, in normal form, whose outputs have a leading lane dimension too.
+know. Of layers that compute the same one is traced (`capture/graph/segments.py`). The result is an ATen graph of static
+shapes, in normal form, whose outputs have a leading lane dimension too.
 
-With one lane (lookahead "query" or "none", policy "kivi", or where lanes can't be had) it is not traced: sizes become
-constants. Of layers that compute the same one is traced (`capture/graph/segments.py`).
+With one lane (lookahead "query" or "none", policy "kivi", or where lanes can't be had) nothing is traced: sizes become
+constants.
 
 Unlike the passes before it, this one needs real inputs: it runs when the first decode step does.
 Paper: SpeCache §3.3 and Alg. 3, "simultaneously decode two tokens".

@@ -312,9 +312,9 @@ def bind(gm: GraphModule, program: Program, observe: Observer | None = None) -> 
         program: The findings on it, attentions that can be rewritten among them.
         observe: Sees the graph after each pass.
     """
-    graph_breaks.note_rewritten(program)
     inputs = [value_of(node) for node in placeholders(gm.graph)]
     gm = run_passes(gm, program, BINDING_PASSES[program.phase], observe)
+    graph_breaks.note_rewritten(program)
     config, kv = program.config, value_of(program.sites[0].keys.new)
     choose_kernel(config.kernel, kv.device)
     check_forms(config.kernel, [layer_form(program, site, config.num_lanes) for site in program.sites])

@@ -60,7 +60,10 @@ def _replays(graph: GraphModule, session: Session) -> bool:
     """Whether the graph's steps will be replayed, if they can be captured. On the CPU all products have to be ours."""
     if session.graph is None or not session.graph.records:
         return False
-    others = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default)
+    others = (
+        *(_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default),
+        _aten.scaled_dot_product_attention.default,  # has products
+    )
     return session.device.type != "cpu" or not any(node.target in others for node in graph.graph.nodes)
 
 

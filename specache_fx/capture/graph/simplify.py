@@ -216,8 +216,6 @@ def _is_returned(node: Node) -> bool:
     return any(user.op == "output" or (user.target in shapes and _is_returned(user)) for user in node.users)
 
 
-# Numbers and sizes that are read of a tensor's elements: each has a symbol of its own.
-_UNKNOWN_SIZES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 Rule = tuple[tuple[Any, ...], Callable[[Node], Node | None]]
 RULES: tuple[Rule, ...] = (
     ((_aten.view.default, _aten._unsafe_view.default), _as_reshape),
@@ -250,6 +248,10 @@ def simplify(graph: Graph, rules: Iterable[Rule] = RULES) -> None:
                 node.replace_all_uses_with(equal)
                 graph.erase_node(node)
                 break
+
+
+# Numbers and sizes that are read of a tensor's elements: each has a symbol of its own.
+_UNKNOWN_SIZES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 def merge_equal_calls(graph: Graph) -> None:
