@@ -57,7 +57,7 @@ def prompt(model: Any) -> Any:
     ("name", "lookahead"),
     nightly_unless(
         (
-            *((name, "auto") for name in ("llama", "gemma3_text", "mixtral", "bloom", "lfm2")),
+            *((name, "auto") for name in ("gemma3_text", "mixtral", "lfm2")),
             ("llama", "token"),
         ).__contains__,
         itertools.product((*NAMES, *WINDOWED_NAMES, "bloom", "lfm2"), ("auto", "token")),
