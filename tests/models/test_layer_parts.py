@@ -95,22 +95,26 @@ def test_a_model_whose_first_feed_forward_needs_no_attention_is_cut_too(inductor
         torch.testing.assert_close(logits, model(tokens(30)).logits, atol=1e-4, rtol=1e-4)
 
 
-def of_layers(*factors: float) -> tuple[GraphModule, list[torch.Tensor]]:
+def of_layers(*factors: float | torch.Tensor) -> tuple[GraphModule, list[torch.Tensor]]:
     """A graph with a layer's step behind each factor."""
     graph_ops.load()
-    graph, state = Graph(), empty_state(len(factors))
+    root, graph, state = torch.nn.Module(), Graph(), empty_state(len(factors))
     inputs = [torch.randn(1, 1, 2, 1, 4), state]
     x, given = (graph.placeholder(name) for name in ("x", "state"))
     for node, value in zip((x, given), inputs, strict=True):
         node.meta["val"] = value
     for layer, factor in enumerate(factors):
-        x = graph.call_function(torch.ops.aten.mul.Tensor, (x, factor))
+        by: Any = factor
+        if isinstance(factor, torch.Tensor):
+            root.register_buffer(f"constant_{layer}", factor)
+            by = graph.create_node("get_attr", f"constant_{layer}")
+        x = graph.call_function(torch.ops.aten.mul.Tensor, (x, by))
         x.meta["val"] = inputs[0]
         step = torch.ops.specache.layer_step.default
         x = graph.call_function(step, (x, x, x, given, layer, 1.0))
         x.meta["val"] = inputs[0]
     graph.output((x,))
-    return GraphModule({}, graph), inputs
+    return GraphModule(root, graph), inputs
 
 
 def test_parts_that_differ_in_a_number_are_not_alike() -> None:
@@ -129,6 +133,15 @@ def test_parts_that_differ_in_a_number_are_not_alike() -> None:
     first = next(node for node in graph.graph.nodes if node.op == "call_function")
     first.target = torch.ops.aten.mul_.Tensor  # who reads the input afterwards is told by the order alone
     assert layer_parts.compile_by_layer(graph, inputs, compile_part) is None
+
+
+def test_a_tensor_that_the_graph_holds_is_an_input_of_a_part() -> None:
+    graph, (x, state) = of_layers(*(torch.tensor(float(i)) for i in range(4)))
+    parts: list[GraphModule] = []
+    found = layer_parts.compile_by_layer(
+        graph, [x, state], lambda part, examples: (parts.append(part), part.forward)[1]
+    )
+    assert found is not None and len(parts) == 1
 
 
 @pytest.mark.parametrize("really", [False, pytest.param(True, marks=pytest.mark.nightly)])
