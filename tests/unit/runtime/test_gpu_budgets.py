@@ -19,8 +19,7 @@ COUNTED = ["_best_of_blocks", "_best_of_blocks", "_count_overlap"]
 MOST_ATEN = 3
 # Calls of an empty Python method that take as long as a layer's launches, without what a launcher does in C. A captured
 # step costs none of it.
-# Measured: 1,000 to 1,200, up to 1,424 beside another process, 720 to 760 without hit rates (85 and 60 us here).
-MOST_CALLS = 1600
+MOST_CALLS = 1400  # 1,000 to 1,200 measured, 720 to 760 without hit rates: 85 and 60 us on a slow machine
 
 
 @functools.cache
