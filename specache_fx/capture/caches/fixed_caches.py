@@ -26,7 +26,6 @@ import torch
 from torch._dynamo.source import ConstantSource
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic
-from torch.fx.node import map_arg
 
 from specache_fx.capture.attention.run_form import mask_of
 from specache_fx.capture.caches.buffer_reads import BufferRead
@@ -42,6 +41,7 @@ from specache_fx.capture.caches.buffers import (
 )
 from specache_fx.capture.caches.cache_records import Tokens, Written, with_nodes
 from specache_fx.capture.caches.cache_views import heads_first_of, read_sides
+from specache_fx.capture.caches.fit_attention import ToTheirLength
 from specache_fx.capture.graph.graph_edit import (
     CallsOnce,
     add_placeholder,
@@ -55,14 +55,11 @@ from specache_fx.capture.graph.graph_edit import (
 from specache_fx.capture.graph.graph_slices import ancestors, cut_out, eliminate_dead_code
 from specache_fx.capture.graph.graph_utils import (
     END,
-    cut_of,
     described,
-    is_pointwise,
     placeholders,
     same_sizes,
     shape_of,
     symbols_of,
-    target_name,
     value_of,
 )
 from specache_fx.capture.graph.left_alone import GROW, LEAVE, LeaveAlone, UnknownFormError, sdpa_instead
@@ -72,11 +69,6 @@ from specache_fx.runtime.handle_form import is_laid_out, token_dim
 from specache_fx.runtime.ops import SDPA
 
 _aten = torch.ops.aten
-_BY_COLUMN = {
-    "bmm", "_softmax", "reshape", "expand", "unsqueeze", "squeeze", "transpose", "permute", "clone", "_to_copy", "cat",
-    "slice", "max", "amax", "getitem",
-}  # fmt: skip
-"""What spelt-out attention may do to scores beside pointwise operators: no key's weight depends on hidden ones."""
 _LENGTH = "specache_kv_len"  # of the past, a symbol that no input of Dynamo's has
 _HINT = 2  # tokens of the past where a number is asked for: the fewest that no size is special at
 
@@ -120,11 +112,8 @@ class _Rewrite:
         self._new: dict[_Key, Node] = {}  # this call's tokens, heads first
         self._past: dict[_Key, Node] = {}  # the input of those before it
         self._grown: dict[_Key, Node] = {}  # what a buffer holds now, heads first
-        self._masks: dict[Node, Node] = {}
-        self._cut: list[int] = []
         self._ends: dict[Any, bool] = {}
-        self._inside = {read.attention: _inside(read) for read in reads}
-        self._attending = {node for nodes in self._inside.values() for node in nodes}
+        self._lengths = ToTheirLength(self._graph, mode, reads, self._kv_len, has_past=has_past)
 
     def run(self) -> FixedCaches:
         shown, hiding = self._shown()
@@ -163,7 +152,7 @@ class _Rewrite:
             tuple(self._ends.values()),
             asserts,
             tuple(self._place[counter] for counter in counters),
-            tuple(self._cut),
+            tuple(self._lengths.cut),
             shown,
         )
 
@@ -267,50 +256,11 @@ class _Rewrite:
                 self._ends[end] = self._ends.get(end, False) or not hides
         if node.target is SDPA:
             with self._graph.inserting_before(node):
-                mask = self._fitted(node.args[3], read, sides[0])
+                mask = self._lengths.fitted(node.args[3], read, sides[0])
             node.update_arg(3, mask)
         read_sides(node, read.operands, sides, is_tiled=keys.is_tiled)
         if node.target is not SDPA:
-            self._fit(read, sides[0])
-
-    def _fit(self, read: BufferRead, keys: Node) -> None:
-        """Have spelt-out attention be as long as the keys that it reads."""
-        product, *between, weighted = self._inside[read.attention]
-        for node in (product, *between, weighted):
-            is_largest = target_name(node) in ("max", "amax")
-            if (not is_pointwise(node) and target_name(node) not in _BY_COLUMN) or (
-                is_largest and not _is_subtracted(node)
-            ):
-                reason = f"{described(node)} reads scores of rows that were never written in a cache of fixed length"
-                raise LeaveAlone(reason, sdpa_instead(read.attention))
-            if node in between:  # the products read keys and values
-                self._resize(node, read, keys)
-            self._note_again(node, read)
-
-    def _resize(self, node: Node, read: BufferRead, keys: Node) -> None:
-        """Have a node whose result is as long as a buffer be as long as the keys."""
-        with self._graph.inserting_before(node):
-            args: Any = map_arg(node.args, lambda arg: self._fitted(arg, read, keys))
-            whole, cut = [_num_rows(read)], cut_of(node)
-            dims = shape_of(node) or ()
-            if target_name(node) in ("reshape", "expand") and same_sizes(
-                whole, [*map(value_of, args[1][-1:])]
-            ):
-                args = args[0], [*args[1][:-1], self._kv_len(read, keys, node)], *args[2:]
-            elif cut is not None and cut[0] == len(dims) - 1 and same_sizes(whole, [value_of(cut[2])]):
-                args = args[0], *cut[:2], self._kv_len(read, keys, node), cut[3]
-            node.args = args
-
-    def _note_again(self, node: Node, read: BufferRead) -> None:
-        """Note a node's fake value, one of whose operands has another shape now."""
-        args: Any = map_arg(node.args, value_of)
-        function: Any = node.target
-        try:
-            with self._mode, torch.no_grad():
-                node.meta = {**node.meta, "val": function(*args, **node.kwargs)}
-        except Exception as error:  # of any operator: the buffer's length is a number in it
-            reason = f"{described(node)} is of the length of a cache of fixed length, not of its tokens"
-            raise LeaveAlone(reason, sdpa_instead(read.attention)) from error
+            self._lengths.fit(read, sides[0])
 
     def _new_of(self, side: Written) -> Node:
         """This call's tokens, `[batch, num_kv_heads, q_len, head_dim]`."""
@@ -362,54 +312,6 @@ class _Rewrite:
         self._past[_key(side)] = past
         return past
 
-    def _fitted(self, arg: Any, read: BufferRead, keys: Node) -> Any:
-        """An operand of an attention, cut to the tokens that are there. Inserted at the graph's insertion point."""
-        if arg in self._attending or not _is_as_long(arg, read):
-            return arg
-        if arg not in self._masks:
-            may_be_cut = self._has_past and read.sides[0].before is Tokens.ANY
-            is_cut = may_be_cut and self._cut_input(arg, read, keys)
-            self._masks[arg] = arg if is_cut else self._sliced(arg, read, keys)
-        return self._masks[arg]
-
-    def _cut_input(self, mask: Node, read: BufferRead, keys: Node) -> bool:
-        """Have an input that is a mask over whole buffers come in cut. Returns whether it does.
-
-        It may be read by attentions alone, through what makes one column of each.
-        """
-        behind = ancestors([mask])
-        given = [node for node in self._inputs if node in behind and _is_as_long(node, read)]
-        moved = dict.fromkeys(given)
-        for node in self._graph.nodes:
-            if node in behind and not moved.keys().isdisjoint(node.all_input_nodes):
-                moved[node] = None
-        by_column = (
-            is_pointwise(each) or target_name(each) in ("unsqueeze", "expand") for each in [*moved][1:]
-        )
-        users = {user for node in moved for user in node.users} - moved.keys()
-        is_whole = len(given) == 1 and len(shape_of(given[0]) or ()) > 1 and users <= self._attending
-        if not (is_whole and all(by_column) and all(_is_as_long(each, read) for each in moved)):
-            return False
-        (source,), whole = given, value_of(given[0])
-        sizes = (*whole.shape[:-1], (shape_of(keys) or ())[2])
-        with self._mode:
-            cut = torch.empty_strided(sizes, whole.stride(), dtype=whole.dtype, device=whole.device)
-        source.meta = {**source.meta, "val": cut}
-        self._cut.append(self._place[source])
-        for node in [*moved][1:]:
-            self._resize(node, read, keys)
-            self._note_again(node, read)
-        return True
-
-    def _sliced(self, arg: Node, read: BufferRead, keys: Node) -> Node:
-        dims = shape_of(arg) or ()
-        end = self._kv_len(read, keys, read.attention)
-        cut = call(self._graph, _aten.slice.Tensor, (arg, len(dims) - 1, 0, end), read.attention)
-        # A slice that may be as long as the whole has the smaller of two sizes.
-        with self._mode, torch.no_grad():
-            cut.meta["val"] = value_of(arg).new_empty((*dims[:-1], shape_of(keys)[2]))  # type: ignore[index]
-        return cut
-
     def _kv_len(self, read: BufferRead, keys: Node, origin: Node) -> Any:
         """Tokens that are there. Not the size of all keys: masks would be computed from them."""
         side = read.sides[0]
@@ -418,39 +320,6 @@ class _Rewrite:
             past = call(self._graph, _aten.sym_size.int, (self._past[_key(side)], 2), origin)
             length = call(self._graph, operator.add, (past, length), origin)
         return length
-
-
-def _inside(read: BufferRead) -> list[Node]:
-    """The nodes of an attention, in order: of one that is spelt out, from its first product to its second."""
-    if read.attention.target is SDPA:
-        return [read.attention]
-    product, weighted = (operand.reader for operand in read.operands)
-    behind, inside, node = ancestors([weighted]), dict.fromkeys([product]), product
-    while node is not weighted:
-        node = node.next
-        if node in behind and not inside.keys().isdisjoint(node.all_input_nodes):
-            inside[node] = None
-    return [*inside]
-
-
-def _num_rows(read: BufferRead) -> Any:
-    """Rows of its buffers that an attention reads."""
-    keys = read.operands[0]
-    return (shape_of(keys.node) or ())[-1 if keys.transposed else -2]
-
-
-def _is_subtracted(largest: Node) -> bool:
-    """Whether a largest score is no more than taken off each score: a softmax gives the same without."""
-    views = ("getitem", "expand", "unsqueeze", "clone")
-    return all(
-        target_name(user) == "sub" or (target_name(user) in views and _is_subtracted(user))
-        for user in largest.users
-    )
-
-
-def _is_as_long(node: Any, read: BufferRead) -> bool:
-    """Whether a tensor has a column for each row that an attention reads of its buffers."""
-    return same_sizes((shape_of(node) or ())[-1:], [_num_rows(read)])
 
 
 _Key = tuple[Node, int]
