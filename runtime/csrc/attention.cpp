@@ -3,7 +3,6 @@
 #include <atomic>
 #include <memory>
 #include <new>
-#include <thread>
 #include <vector>
 
 #include "crew.h"
@@ -94,25 +93,48 @@ struct Item {
 };
 
 // All heads, in the order in which threads take them. Cores may differ in speed, and one may be asked for something else:
-// the fewer heads are left, the smaller the pieces, so that threads come to an end together. A head in pieces that is
-// read in two passes has all scores before any values.
-inline std::vector<Item> items_of(int64_t heads, int64_t chunks, int64_t threads, bool chooses) {
-  std::vector<Item> items, later;
+// the fewer heads are left, the smaller the pieces, so that threads come to an end together. `later` has the values of
+// heads in pieces that are read in two passes.
+struct Items {
+  std::vector<Item> first, later;
+};
+
+inline Items items_of(int64_t heads, int64_t chunks, int64_t threads, bool chooses) {
+  Items items;
   int64_t slot = threads, result = threads;  // a head in one piece is finished before its thread takes the next
   for (int64_t head = 0; head < heads; head++) {
     const int64_t left = heads - head, wanted = threads == 1 ? 1 : (threads + left - 1) / left;
     const int64_t num_parts = wanted < chunks ? wanted : chunks > 0 ? chunks : 1;
     for (int64_t part = 0; part < num_parts; part++) {
       const bool twice = chooses && num_parts > 1;
-      items.push_back({head, {part, num_parts}, slot, result + part, twice ? kScores : kAll});
-      if (twice) later.push_back({head, {part, num_parts}, slot, result + part, kValues});
+      items.first.push_back({head, {part, num_parts}, slot, result + part, twice ? kScores : kAll});
+      if (twice) items.later.push_back({head, {part, num_parts}, slot, result + part, kValues});
     }
     if (num_parts == 1) continue;
     slot++;
     result += num_parts;
   }
-  items.insert(items.end(), later.begin(), later.end());
   return items;
+}
+
+// One of the `later` items that nobody has taken; null where the calling thread is to leave. An item waits for its head's
+// choice, which another thread may be about to make. That thread may be without a core, so nobody waits for longer than
+// it has worked since `began`: whoever makes a choice is there for all that follows from it.
+inline const Item* take_later(const std::vector<Item>& later, std::vector<std::atomic<bool>>& taken,
+                              const std::vector<std::atomic<int64_t>>& scores_left, Moment began) {
+  const Item* found = nullptr;
+  const auto is_done = [&] {
+    bool is_left = false;
+    for (size_t i = 0; i < later.size() && found == nullptr; i++) {
+      if (taken[i]) continue;
+      is_left = true;
+      if (scores_left[later[i].head] < 0 && !taken[i].exchange(true)) found = &later[i];
+    }
+    return found != nullptr || !is_left;
+  };
+  const Moment now = std::chrono::steady_clock::now();
+  spin_until(is_done, now + (now - began));
+  return found;
 }
 
 template <int BITS>
@@ -123,14 +145,14 @@ void attention(const SpecacheInputs& in) {
   const int64_t work = heads * (s.stored + in.num_staged) * s.queries * (in.key_dim + in.value_dim);
   const int64_t threads = work < (1 << 20) ? 1 : in.threads;
   const bool chooses = in.chooses && s.chunks > 0;
-  const std::vector<Item> items = items_of(heads, s.chunks, threads, chooses);
+  const Items items = items_of(heads, s.chunks, threads, chooses);
 
   thread_local Buffer buffer;
   Scratch counted{nullptr};
   Head(in, s, counted);
   const int64_t head_size = counted.used;
   int64_t num_slots = threads, num_results = threads;
-  for (const Item& item : items) {
+  for (const Item& item : items.first) {
     if (item.part.num_parts == 1) continue;
     num_slots = std::max(num_slots, item.slot + 1);
     num_results = std::max(num_results, item.result + 1);
@@ -149,12 +171,18 @@ void attention(const SpecacheInputs& in) {
   if (chooses && static_cast<int64_t>(choices.size()) < num_slots) choices.resize(num_slots);
 
   std::vector<std::atomic<int64_t>> scores_left(heads), parts_left(heads);
-  for (const Item& item : items) scores_left[item.head] = parts_left[item.head] = item.part.num_parts;
+  for (const Item& item : items.first) scores_left[item.head] = parts_left[item.head] = item.part.num_parts;
+  std::vector<std::atomic<bool>> taken(items.later.size());
   std::atomic<size_t> next{0};
   std::atomic<bool> failed{false};
   on_threads(threads, [&](int64_t thread) {
-    for (size_t i = next++; i < items.size(); i = next++) {
-      const Item& item = items[i];
+    const Moment began = std::chrono::steady_clock::now();
+    const auto take = [&]() -> const Item* {
+      const size_t i = next++;
+      return i < items.first.size() ? &items.first[i] : take_later(items.later, taken, scores_left, began);
+    };
+    while (const Item* const each = take()) {
+      const Item& item = *each;
       const Part& part = item.part;
       const bool whole = part.num_parts == 1;
       const int64_t slot = whole ? thread : item.slot;
@@ -167,22 +195,20 @@ void attention(const SpecacheInputs& in) {
       h.kv_head = item.head % in.kv_heads;
       h.probs = &probs[slot];
       h.result = result;
-      if (item.pass == kValues) {
-        while (scores_left[item.head] >= 0) std::this_thread::yield();  // until the head's choice is made
-      } else {
+      if (item.pass != kValues) {
         start_part<BITS>(h, part);
         for_chunks(h, part, [&](int64_t first, int64_t n) {
           chooses ? score_stored<BITS>(h, first, n) : add_chunk<BITS>(h, first, n);
         });
-      }
-      if (chooses && item.pass != kValues && --scores_left[item.head] == 0) {
-        try {
-          choose<BITS>(h, result - part.part, part.num_parts, choices[slot]);
-        } catch (const std::bad_alloc&) {
-          choices[slot] = {};
-          failed = true;
+        if (chooses && --scores_left[item.head] == 0) {
+          try {
+            choose<BITS>(h, result - part.part, part.num_parts, choices[slot]);
+          } catch (const std::bad_alloc&) {
+            choices[slot] = {};
+            failed = true;
+          }
+          scores_left[item.head] = -1;
         }
-        scores_left[item.head] = -1;
       }
       if (item.pass == kScores || failed) continue;
       if (chooses) add_chosen<BITS>(h, part.begin(s), part.end(s), choices[slot]);

@@ -33,10 +33,11 @@ inline void relax() {
 #endif
 }
 
-// Spins until `is_done()`, but not for long; whether it is.
+using Moment = std::chrono::steady_clock::time_point;
+
+// Spins until `is_done()`, or until a moment; whether it is.
 template <class IsDone>
-bool spin_until(const IsDone& is_done) {
-  const auto end = std::chrono::steady_clock::now() + kSpin;
+bool spin_until(const IsDone& is_done, Moment end) {
   do {
     for (int i = 0; i < 16; i++) {
       if (is_done()) return true;
@@ -44,6 +45,11 @@ bool spin_until(const IsDone& is_done) {
     }
   } while (std::chrono::steady_clock::now() < end);
   return is_done();
+}
+
+template <class IsDone>
+bool spin_until(const IsDone& is_done) {
+  return spin_until(is_done, std::chrono::steady_clock::now() + kSpin);
 }
 
 // Sleeps until `is_done()`. Whoever makes it so calls `wake` afterwards. Both are sequentially consistent: either the
