@@ -5,6 +5,7 @@ The cache allocates by it, and `plan()` adds it up: what is planned is what is a
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -146,6 +147,10 @@ class Layout:
             plane.narrow(2, 0 if form.of_sequence else group * form.rows, rows.shape[2]).copy_(rows)
 
 
+_shared_layout = functools.lru_cache(maxsize=64)(Layout)
+"""Equal layers of a session have one; in a prompt each layer has two."""
+
+
 class Arena:
     """The device memory of one layer, exchanged for larger one as the layer grows.
 
@@ -177,7 +182,7 @@ class Arena:
 
     def _allocate(self, num_groups: int, window_rows: int) -> tuple[Layout, LayerTensors]:
         sizes = num_groups, window_rows, self.sink_tokens
-        layout = Layout(self.quantizer, self.shape, self.batch, self.dtype, *sizes)
+        layout = _shared_layout(self.quantizer, self.shape, self.batch, self.dtype, *sizes)
         # No inference tensor, whoever asks first: it is written in any mode.
         with torch.inference_mode(False):
             # Zeros: `AtenSteps` multiplies what holds no token by 0, and NaN would survive that.
@@ -207,6 +212,8 @@ class Arena:
 
 def _copy_rows(new: torch.Tensor, old: torch.Tensor) -> None:
     """Copy the rows of tokens that both have; tensors without such rows, whole."""
+    if old.numel() == 0:
+        return
     if new.dim() == 4:
         rows = min(new.shape[2], old.shape[2])
         new, old = new.narrow(2, 0, rows), old.narrow(2, 0, rows)

@@ -24,20 +24,30 @@ struct CodesCall {
   void *scale, *mean;   // [batch, heads, groups * group_size], [batch, heads, groups, dim]
 };
 
-// What one thread needs.
+typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
+
+// What one thread needs. Rows of tokens have `width` places: whole vectors.
 struct GroupScratch {
   GroupScratch(const CodesCall& in)
-      : numbers(in.group_size * in.dim),
-        codes(in.group_size * in.dim),
+      : width(round_up(in.group_size, kLanes)),
+        numbers(width * in.dim),
+        codes(width * in.dim),
+        packed(width),
         row(in.dim),
         factors(in.dim),
-        deviation(in.group_size),
+        signs(in.dim),
+        deviation(width, 1.0f),
         counts(in.group_size, 1.0),
         squares(in.group_size),
-        steps(in.group_size) {}
-  std::vector<float> numbers;  // [dim, group_size]
+        steps(width) {
+    const int64_t block = block_of(in.dim);
+    for (int64_t c = 0; c < in.dim; c++) signs[c] = sign_of(c, block) / static_cast<float>(block);
+  }
+  int64_t width;
+  std::vector<float> numbers;  // [dim, width]
   std::vector<uint8_t> codes;  // the same
-  std::vector<float> row, factors, deviation;
+  std::vector<uint8_t> packed;
+  std::vector<float> row, factors, signs, deviation;  // signs: with the factor of the rotation
   std::vector<double> counts, squares;
   std::vector<int32_t> steps;
 };
@@ -58,14 +68,14 @@ inline float stored(void* to, int64_t at, float x, int64_t dtype) {
 
 // Reads a group by channel; balanced, and with the signs and the factor of the rotation.
 inline void read(const CodesCall& in, const void* from, const void* balance, GroupScratch& own) {
-  const int64_t size = in.group_size, block = block_of(in.dim);
+  const int64_t size = in.group_size;
+  float* const row = own.row.data();
   if (balance != nullptr) to_float(own.factors.data(), balance, in.dim, in.dtype);
   for (int64_t t = 0; t < size; t++) {
-    to_float(own.row.data(), row_of(from, t * in.token_stride, in.dtype), in.dim, in.dtype);
+    to_float(row, row_of(from, t * in.token_stride, in.dtype), in.dim, in.dtype);
     if (balance != nullptr)
-      for (int64_t c = 0; c < in.dim; c++) own.row[c] /= own.factors[c];
-    for (int64_t c = 0; c < in.dim; c++)
-      own.numbers[c * size + t] = own.row[c] * sign_of(c, block) / static_cast<float>(block);
+      for (int64_t c = 0; c < in.dim; c++) row[c] /= own.factors[c];
+    for (int64_t c = 0; c < in.dim; c++) own.numbers[c * own.width + t] = row[c] * own.signs[c];
   }
 }
 
@@ -75,7 +85,7 @@ inline void quantize_group(const CodesCall& in, int64_t head, int64_t group, Gro
   read(in, row_of(in.from, offset + group * size * in.token_stride, in.dtype),
        in.balance == nullptr ? nullptr : row_of(in.balance, head * dim, in.dtype), own);
   float* const numbers = own.numbers.data();
-  transform(numbers, dim, size);
+  transform(numbers, dim, own.width);
 
   double total = static_cast<double>(size);
   if (in.counted != nullptr) {
@@ -87,7 +97,7 @@ inline void quantize_group(const CodesCall& in, int64_t head, int64_t group, Gro
   std::fill(own.squares.begin(), own.squares.end(), 0.0);
   double* const squares = own.squares.data();
   for (int64_t c = 0; c < dim; c++) {
-    float* x = numbers + c * size;
+    float* x = numbers + c * own.width;
     double sum = 0;
 #pragma omp simd reduction(+ : sum)
     for (int64_t t = 0; t < size; t++) sum += counts[t] * x[t];
@@ -107,14 +117,14 @@ inline void quantize_group(const CodesCall& in, int64_t head, int64_t group, Gro
   const int32_t twice = (1 << in.bits) - 1;
   std::fill(own.steps.begin(), own.steps.end(), 0);
   for (int64_t c = 0; c < dim; c++) {
-    const float *x = numbers + c * size, *deviation = own.deviation.data();
-    uint8_t* codes = own.codes.data() + c * size;
-    int32_t* steps = own.steps.data();
-    for (int64_t t = 0; t < size; t++) {
-      const float level = std::floor(x[t] / deviation[t] / in.distance) + middle;
-      const int32_t code = static_cast<int32_t>(std::min(std::max(level, 0.0f), most)), step = 2 * code - twice;
-      codes[t] = static_cast<uint8_t>(code);
-      steps[t] += step * step;  // twice the distance from the middle, squared
+    for (int64_t t = 0; t < own.width; t += kLanes) {
+      const Floats x = load_floats(numbers + c * own.width + t) / load_floats(own.deviation.data() + t) / in.distance;
+      const Floats nearest = (x + kRounder) - kRounder, level = (nearest > x ? nearest - 1.0f : nearest) + middle;
+      const Floats known = level > 0.0f ? (level < most ? level : splat(most)) : Floats{};
+      const Ints code = __builtin_convertvector(known, Ints), step = 2 * code - twice;
+      store(own.codes.data() + c * own.width + t, __builtin_convertvector(code, Bytes));
+      // Twice the distance from the middle, squared.
+      store(own.steps.data() + t, load<Ints>(own.steps.data() + t) + step * step);
     }
   }
   for (int64_t t = 0; t < size; t++) {
@@ -122,16 +132,16 @@ inline void quantize_group(const CodesCall& in, int64_t head, int64_t group, Gro
     from_float(in.scale, token + t, saturated(scale, in.dtype), in.dtype);
   }
 
-  const int64_t per_byte = 8 / in.bits, width = (dim + per_byte - 1) / per_byte;
-  uint8_t* const to = in.codes + token * width;
-  for (int64_t byte = 0; byte < width; byte++) {
+  const int64_t per_byte = 8 / in.bits, bytes = (dim + per_byte - 1) / per_byte;
+  uint8_t *const to = in.codes + token * bytes, *const packed = own.packed.data();
+  for (int64_t byte = 0; byte < bytes; byte++) {
     const int64_t first = byte * per_byte, last = std::min(first + per_byte, dim);
-    for (int64_t t = 0; t < size; t++) {
-      uint8_t packed = 0;
-      for (int64_t c = first; c < last; c++)
-        packed |= static_cast<uint8_t>(own.codes[c * size + t] << ((c - first) * in.bits));
-      to[t * width + byte] = packed;
+    std::fill(own.packed.begin(), own.packed.end(), 0);
+    for (int64_t c = first; c < last; c++) {
+      const uint8_t* codes = own.codes.data() + c * own.width;
+      for (int64_t t = 0; t < own.width; t++) packed[t] |= static_cast<uint8_t>(codes[t] << ((c - first) * in.bits));
     }
+    for (int64_t t = 0; t < size; t++) to[t * bytes + byte] = packed[t];
   }
 }
 

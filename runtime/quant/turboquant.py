@@ -103,18 +103,20 @@ class TurboQuantizer(Quantizer):
 
         Args:
             first: `[batch, num_kv_heads, tokens, head_dim]`; without tokens where there are none.
-            real: bool `[batch, tokens]`: tokens that count; None for all.
+            real: bool `[batch, tokens]`: tokens that count; None for all of a group.
         """
         if not first.shape[2]:
             return first.new_ones((*first.shape[:2], 1, first.shape[3]))
-        counted = torch.ones(first.shape[0], first.shape[2], device=first.device) if real is None else real
-        weight = counted.double()[:, None, :, None]
-        tokens = weight.sum(2, keepdim=True)
-        weight = weight / tokens.clamp(min=1)
-        offset = first.double() - (first * weight).sum(2, keepdim=True)
-        variance = (offset.square() * weight).sum(2, keepdim=True)
-        mixed = (1 - tokens / self.group_size).clamp(min=0)
-        variance = (tokens * variance + mixed * variance.mean(3, keepdim=True)) / (tokens + mixed)
+        if real is None:  # a whole group
+            variance = first.double().var(2, correction=0, keepdim=True)
+        else:
+            weight = real.double()[:, None, :, None]
+            tokens = weight.sum(2, keepdim=True)
+            weight = weight / tokens.clamp(min=1)
+            offset = first.double() - (first * weight).sum(2, keepdim=True)
+            variance = (offset.square() * weight).sum(2, keepdim=True)
+            mixed = (1 - tokens / self.group_size).clamp(min=0)
+            variance = (tokens * variance + mixed * variance.mean(3, keepdim=True)) / (tokens + mixed)
         spread = variance.sqrt()
         widest = spread.amax(3, keepdim=True)
         units = _MOST_SPREAD * spread / torch.where(widest == 0, 1.0, widest)
