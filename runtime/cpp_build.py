@@ -178,30 +178,18 @@ def load_best(name: str) -> ctypes.CDLL:
 
 
 @functools.cache
-def build_ahead() -> None:
-    """Start to build the `LIBRARIES` that the cache lacks, beside the first steps of a first call.
+def load_ahead() -> None:
+    """Start to load the `LIBRARIES`, and to build those that are not there, before a first call needs them.
 
     Once a process, a thread for each. A failure is left to whoever loads the library.
     """
-    if find_compiler() is not None:
-        for name in LIBRARIES:
-            threading.Thread(target=_ensure_built, args=(name,), name=f"build {name}", daemon=True).start()
+    for name in LIBRARIES:
+        threading.Thread(target=_try_load, args=(name,), name=f"load {name}", daemon=True).start()
 
 
-def _ensure_built(name: str) -> None:
-    for instruction_set in usable_instruction_sets():
-        if _prebuilt(name, SOURCES, instruction_set, LIBRARIES[name]) is not None:
-            return
-        try:
-            build = _Build.of(name, SOURCES, instruction_set, LIBRARIES[name])
-            if (folder := kept_folder(build.file)) is not None:
-                build.ensure(folder)
-            return
-        except CompilerError:
-            continue  # the compiler may know the next set
-        except BuildError as error:
-            _log.info("%s is not built ahead: %s", name, error)
-            return
+def _try_load(name: str) -> None:
+    with contextlib.suppress(BuildError):
+        load_best(name)
 
 
 @dataclass(frozen=True)
