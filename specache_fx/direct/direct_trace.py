@@ -91,7 +91,7 @@ class Validity:
             source = ConstantSource(f"size_{len(self.symbols)}")
             symbol = self.env.create_symbol(value, source, dynamic_dim=DimDynamic.DYNAMIC)
             self.symbols[what] = self.env.create_symintnode(symbol, hint=value, source=source)
-        places = self._places.setdefault(str(self.symbols[what].node.expr), [])
+        places = self._places.setdefault(self.symbols[what].node.expr.name, [])  # str() would take 2 ms
         if where.kind == "argument" or not places:  # a session's layers have one length
             places.append((where, dim))
         return self.symbols[what]
@@ -218,7 +218,7 @@ class _Fakes:
     def __init__(self, module: nn.Module, given: Mapping[str, Any], batch: int) -> None:
         self.validity, self._batch, self._rows = Validity(), batch, batch
         self.mode = FakeTensorMode(shape_env=self.validity.env, allow_non_fake_inputs=True)
-        self.cache, self._results = copied(given["past_key_values"]), FakeResults()
+        self.cache, self._results = copied(given["past_key_values"]), FakeResults(copies=True)
         tensors = {
             Input("argument", name): self._argument(name, value)
             for name, value in given.items()

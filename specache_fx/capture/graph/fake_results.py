@@ -23,9 +23,14 @@ class Unknown(Exception):
 
 
 class FakeResults:
-    """The results so far."""
+    """The results so far.
 
-    def __init__(self) -> None:
+    Args:
+        copies: Whether each result is a tensor of its own, as what tells tensors by their identity needs it.
+    """
+
+    def __init__(self, *, copies: bool) -> None:
+        self._copies = copies
         self._forms: dict[Hashable, int] = {}
         # By a tensor's identity, which no other has while the tensor is kept.
         self._form_of: dict[int, tuple[int, torch.Tensor]] = {}
@@ -56,7 +61,7 @@ class FakeResults:
             with context():
                 return function(*args, **kwargs)
         if known is not None:
-            return self._copied(known)
+            return self._copied(known) if self._copies else known
         with context():
             result = function(*args, **kwargs)
         tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
@@ -100,7 +105,7 @@ class FakeResults:
 
 def results_of(mode: FakeTensorMode) -> FakeResults:
     """The results of operators on a mode's tensors, as long as there are any."""
-    found: FakeResults = vars(mode).setdefault("specache_results", FakeResults())
+    found: FakeResults = vars(mode).setdefault("specache_results", FakeResults(copies=False))
     return found
 
 

@@ -64,7 +64,7 @@ class Recorder(TorchFunctionMode):
         self._device = next(value.device.type for value in inputs if isinstance(value, torch.Tensor))
         self._casts = self._around = self._autocast()
         self._entered: Node | None = None
-        self._results = FakeResults()
+        self._results = FakeResults(copies=True)
         for i, value in enumerate(inputs):
             node = self._graph.placeholder(f"input_{i}")
             self._note(node, value)

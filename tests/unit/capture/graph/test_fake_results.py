@@ -22,7 +22,7 @@ class Watched:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.env = ShapeEnv()
         self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
-        self.runs, self.function, self.results = 0, function, FakeResults()
+        self.runs, self.function, self.results = 0, function, FakeResults(copies=True)
         self.kept: list[Any] = []
 
     def size(self, value: int) -> Any:
@@ -128,3 +128,10 @@ def test_several_results_are_copied_as_they_come() -> None:
     first, second = (watched(watched.tensor(3, 4)) for _ in range(2))
     assert watched.runs == 1 and type(second[0]) is torch.return_types.max
     assert [form(x) for x in (*first[0], *first[1][0])] == [form(x) for x in (*second[0], *second[1][0])]
+
+
+def test_without_copies_equal_arguments_share_a_result() -> None:
+    watched = Watched(lambda x: (x + 1, x.split(2, -1)))
+    watched.results = FakeResults(copies=False)
+    first, second = (watched(watched.tensor(3, 4)) for _ in range(2))
+    assert watched.runs == 1 and first is second
