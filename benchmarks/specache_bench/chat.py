@@ -2,16 +2,19 @@
 
 One process makes ten calls of `generate()` on one model: prompts of several lengths, turns on a kept cache, padded
 rows, sampling, beams, a static cache. Of each call: seconds to its first token, the longest wait between two later
-tokens, and CPU seconds of the process and its children. The model is loaded before; compiling it counts.
+tokens, and CPU seconds of the process and its children. The model is loaded before; compiling it counts. Our C++
+libraries are there, as a wheel brings them.
 """
 
 from __future__ import annotations
 
 import resource
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -24,18 +27,21 @@ from specache_bench.lab import Lab
 from specache_bench.starts import in_process
 from specache_bench.workloads import read_windows
 from specache_fx.cli.quiet import quiet
+from specache_fx.runtime.library_cache import user_folder
 
 NEW_TOKENS = 16
 _LONGEST = 1500
 _TURN = 24  # tokens of a further question
 UNCOMPILED, TORCH, WARMED = "uncompiled", "torch.compile", "specache, warmed up"
+TRACED = "specache, traced prompts"
+ONCE = (TORCH, TRACED, WARMED)  # they take minutes
 # Options of ours; the plain model, and torch's own compiler, have none.
 WAYS: dict[str, dict[str, Any]] = {
     UNCOMPILED: {},
     TORCH: {},
     "specache": {},
     "specache, in the background": {"warm": "background"},
-    "specache, traced prompts": {"prompts": "traced"},
+    TRACED: {"prompts": "traced"},
     WARMED: {},
 }
 WARM_UP = "warm_up"  # the call beforehand, for batches of 1, 2 and 3
@@ -129,15 +135,20 @@ def _starts(way: str) -> tuple[str, ...]:
 def measure(
     models: list[str], threads: int, rounds: int, ways: Iterable[str], say: Callable[[str], object]
 ) -> dict[str, Any]:
-    """Rows by model, way, start and call, medians of the rounds; as `results/chat.json`."""
+    """Rows by model, way, start and call, medians of the rounds (of `ONCE`: one); as `results/chat.json`."""
     rows = []
+    libraries = list(user_folder().glob("*.so"))
     for model in models:
         for way in ways:
             found: dict[str, list[dict[str, dict[str, float]]]] = {}
-            for _ in range(rounds):
+            for _ in range(1 if way in ONCE else rounds):
                 with tempfile.TemporaryDirectory() as folder:
                     caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "XDG_CACHE_HOME": folder}
                     caches |= {VARIABLE: str(cache_folder())}  # models are where they are kept
+                    ours = Path(folder) / user_folder().name
+                    ours.mkdir(mode=0o755)
+                    for library in libraries:
+                        shutil.copy2(library, ours)
                     for start in _starts(way):
                         calls = in_process(chat, model, threads, way, **caches)
                         found.setdefault(start, []).append(calls)

@@ -307,21 +307,19 @@ def real_command(
 
 @app.command("starts")
 def starts_command(
-    which: Annotated[str, Argument(help="chat or saved.")],
+    which: Annotated[str, Argument(help="chat, saved or prompts.")],
     models: Annotated[
-        list[str] | None, Option("--model", help="Of make models; one of them for saved.")
+        list[str] | None, Option("--model", help="Of make models; one of them for saved, none for prompts.")
     ] = None,
     threads: Annotated[int, Option(min=1, help="CPU threads.")] = 2,
-    rounds: Annotated[
-        int | None, Option(min=1, help="Of chat and saved: processes of each kind, 3 by default.")
-    ] = None,
+    rounds: Annotated[int | None, Option(min=1, help="Processes of each kind, 3 by default.")] = None,
     out: Results = Path("results"),
 ) -> None:
-    """Time the pauses of a chat, or answers from saved caches; each start is a process of its own."""
+    """Time the pauses of a chat, answers from saved caches, or prompts; each start is a process of its own."""
     with as_bad_parameter():
         import torch
 
-        from specache_bench import chat, starts
+        from specache_bench import chat, prompts, starts
         from specache_fx.cli.provenance import provenance
 
         _check_out(out)
@@ -334,8 +332,12 @@ def starts_command(
                 raise ConfigError("saved doesn't take a second --model: leave it out.")
             report = starts.measure_saved((models or ["smollm2"])[0], threads, rounds or 3, say)
             write_json(out / "saved.json", origin | report)
+        elif which == "prompts":
+            if models:
+                raise ConfigError("prompts takes no --model: its weights are random. Leave it out.")
+            write_json(out / "prompts.json", origin | prompts.measure(threads, rounds or 3, say))
         else:
-            raise ConfigError(f"There is no {which!r}: choose chat or saved.")
+            raise ConfigError(f"There is no {which!r}: choose chat, saved or prompts.")
 
 
 @app.command("page")

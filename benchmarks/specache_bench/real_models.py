@@ -68,6 +68,7 @@ def runs_of(model: str) -> Iterator[Run]:
         "tasks": [(task, _WHERE["task_length"]) for task in _WHERE["tasks"]],
     }
     places["texts"] = [(text, length) for text in _WHERE["texts"] for length in _WHERE["text_lengths"]]
+    places["long"] = [(text, _WHERE["long_length"]) for text in _WHERE["texts"]]
     places["whole"] = [("forced", length) for length in MODELS[model]["lengths"]] + places["tasks"]
     for bits, label, method, where in _lines(_DATA["runs"]["lines"]):
         if label in MODELS[model].get("without", ()):

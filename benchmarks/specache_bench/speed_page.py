@@ -58,6 +58,9 @@ _PAUSES = {
 }
 
 
+_READS = {"uncompiled": "uncompiled", "auto": "specache", "traced": "specache, traced prompts"}
+
+
 def results_of(results: Path, run: str) -> list[dict[str, Any]]:
     """The cases of a run, as `specache-bench decode` and `attention` wrote them."""
     found: list[dict[str, Any]] = json.loads((results / f"{run}.json").read_text())["results"]
@@ -101,6 +104,7 @@ def tables(results: Path) -> dict[str, str]:
         "widths": _times(_named(results, "peers_kv_widths", _AVX2), _WIDTHS),
         "busy": busy_table(_busy(results)).markdown(),
         "chat": _chat(results, _PAUSES),
+        "prompts": _prompts(results),
         "bounds": Table.of(_BOUNDS, (case for case in peers if "batch" not in case["name"])).markdown(),
     }
 
@@ -160,6 +164,17 @@ def _chat(results: Path, ways: Iterable[str]) -> str:
     told = {"call": "CPU seconds of all"} | {way: f"{total:.0f}" for way, total in totals.items()}
     columns = {"first token, longest wait (s)": "call"} | {way: way for way in totals}
     return Table.of(columns, [*lines.values(), told]).markdown()
+
+
+def _prompts(results: Path) -> str:
+    """A line a way: seconds, and MiB of peak memory beyond what was held before."""
+    rows: dict[str, dict[str, Any]] = {}
+    for row in json.loads((results / "prompts.json").read_text())["rows"]:
+        rows.setdefault(row["method"], {"name": _READS[row["method"]]})[row["call"]] = row
+    calls = [name for name in next(iter(rows.values())) if name != "name"]
+    columns = {"": "name"} | {f"{call}, s": f"{call}/seconds:.2f" for call in calls}
+    columns |= {f"{call}, peak MiB": f"{call}/peak_mib:.0f" for call in calls}
+    return Table.of(columns, rows.values()).markdown()
 
 
 def _seconds(value: float) -> str:
