@@ -120,8 +120,9 @@ def find(
 
 
 def tables(rows: Rows) -> dict[str, str]:
-    """All tables by their names, in Markdown."""
-    return {name: _table(rows, section).markdown() for name, section in _DATA["tables"].items()}
+    """All tables by their names, in Markdown; without those of which nothing was run."""
+    made = {name: _table(rows, section) for name, section in _DATA["tables"].items()}
+    return {name: table.markdown() for name, table in made.items() if table.rows}
 
 
 def _table(rows: Rows, section: Mapping[str, Any]) -> Table:

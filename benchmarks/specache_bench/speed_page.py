@@ -23,7 +23,6 @@ _BUSY = {
     "busy": "4 layers, float32, 4,096 tokens",
     "busy_smollm2": "SmolLM2's shape, bfloat16, 4,096 tokens",
 }
-_AVX2 = "4 layers, float32, AVX2"
 _OURS = ("kivi 2-bit", "specache 2-bit", "specache 2-bit, token")
 _METHODS = ("transformers", "transformers, compiled", "OpenVINO, u8 KV", "llama.cpp, f16 KV", *_OURS)
 _WIDTHS = ("OpenVINO, u8 KV", "OpenVINO, u4 KV", "llama.cpp, f16 KV", "llama.cpp, q8_0 KV", *_OURS)
@@ -94,17 +93,16 @@ def readme_tables(results: Path) -> dict[str, str]:
 
 
 def tables(results: Path) -> dict[str, str]:
-    """Of docs/performance.md, by the names of their markers."""
+    """Of docs/performance.md, by the names of their markers; that of prompts once they were run."""
     peers = [case for run, shape in RUNS.items() for case in _named(results, run, shape)]
-    return {
+    prompts = {"prompts": _prompts(results)} if (results / "prompts.json").exists() else {}
+    return prompts | {
         "attention": _attention(cases(results, "bench_attention")[0]),
         "decode": _decode(results_of(results, "bench_decode")),
         "peers": _times(peers, _METHODS),
-        "avx2": _times(_named(results, "peers_float32_avx2", _AVX2), _METHODS),
-        "widths": _times(_named(results, "peers_kv_widths", _AVX2), _WIDTHS),
+        "widths": _times(_named(results, "peers_kv_widths", RUNS["peers_float32"]), _WIDTHS),
         "busy": busy_table(_busy(results)).markdown(),
         "chat": _chat(results, _PAUSES),
-        "prompts": _prompts(results),
         "bounds": Table.of(_BOUNDS, (case for case in peers if "batch" not in case["name"])).markdown(),
     }
 

@@ -57,18 +57,7 @@ def _longer_contexts() -> Iterator[str]:
     yield f"Reading weights and codes takes {ours[-1]['floor_ms']:.1f} ms there."
 
 
-def _huge_pages() -> Iterator[str]:
-    huge, usual = (cases(RESULTS, run)[-1] for run in ("huge_pages", "bench_decode"))
-
-    def beside(name: str, digits: int, unit: str = "") -> str:
-        times = (f"{case[name]['median_ms']:.{digits}f}" for case in (huge, usual))
-        return f"{next(times)}{unit} in place of {next(times)}"
-
-    yield f"SpeCache takes {beside('specache 2-bit', 1, ' ms')}, and KIVI {beside('kivi 2-bit', 1)}."
-    yield f"takes {beside('transformers', 0, ' ms')}"
-
-
-@pytest.mark.parametrize("sentences", [_growth, _int8_weights, _longer_contexts, _huge_pages])
+@pytest.mark.parametrize("sentences", [_growth, _int8_weights, _longer_contexts])
 def test_times_in_sentences_are_those_of_the_committed_runs(sentences: Callable[[], Iterator[str]]) -> None:
     text = " ".join(PERFORMANCE.read_text().split())
     for sentence in sentences():
