@@ -26,7 +26,7 @@ UNCOMPILED = "uncompiled"
 WAYS = (UNCOMPILED, "auto", "traced")  # what `prompts` is, of `specache_fx.compile`
 
 
-def prompts(size: str, threads: int, way: str) -> dict[str, dict[str, float]]:
+def prompts(size: str, threads: int, way: Any) -> dict[str, dict[str, float]]:
     """One process: medians of seconds and of MiB, by call."""
     with quiet(threads), torch.inference_mode():
         model: Any = SIZES[size].build(torch.bfloat16, torch.device("cpu"))

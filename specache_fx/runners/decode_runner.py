@@ -73,7 +73,7 @@ def _copied(result: Any) -> Any:
         return result
     # OpenMP's threads copy 32,768 elements or more. Beside other processes one of them waits for a core: 6 ms. Here an
     # element has eight bytes.
-    has_words = (result.nbytes | result.storage_offset() * result.itemsize) % 8 == 0
+    has_words = result.nbytes % 8 == 0 and result.storage_offset() * result.itemsize % 8 == 0
     if result.device.type == "cpu" and result.is_contiguous() and has_words and result.dim():
         return result.flatten().view(torch.int64).clone().view(result.dtype).view(result.shape)
     return result.clone()
