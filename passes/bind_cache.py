@@ -93,7 +93,7 @@ def _bind_decode(graph: Graph, site: AttentionSite) -> None:
         args = (core.query, site.keys.new, site.values.new, core.scale, *more)
         out = call(graph, torch.ops.specache.attention.default, args, core.node)
         if core.is_turned:
-            out = in_model_order(graph, out, site.num_kv_heads, core.node)
+            out = in_model_order(out, site.shape.num_kv_heads, core.node)
         if not same_sizes(
             value.shape, value_of(out).shape
         ):  # batch and heads are one, or heads are rows or groups

@@ -27,8 +27,6 @@ class Sources:
         caches: Past KV tensors; where only their shape is read, that is a length too.
         max_lengths: The most tokens of such a tensor, or of the integer that is its length, where its layer keeps
             a window; and the most columns of a mask of such layers alone.
-        knows_next: The next token's position can be told. Not where Dynamo made the length a constant of the graph
-            (it compiles such a graph once, for the first decode step of some models) and no position is passed in.
         fixed_length: The past's length is a constant of the graph: it can't say what a longer one would be.
     """
 
@@ -36,8 +34,16 @@ class Sources:
     masks: frozenset[int] = frozenset()
     caches: frozenset[int] = frozenset()
     max_lengths: dict[int, int] = field(default_factory=dict)
-    knows_next: bool = True
     fixed_length: bool = False
+
+    @property
+    def knows_next(self) -> bool:
+        """The next token's position can be told.
+
+        Not where Dynamo made the length a constant of the graph (it compiles such a graph once, for the first decode
+        step of some models) and no position is passed in.
+        """
+        return bool(self.counts) or not self.fixed_length
 
     def ahead(self, args: Sequence[Any], inputs: Sequence[int], num_tokens: int) -> list[Any]:
         """Those of Dynamo's inputs `args` that are wanted, as they would be `num_tokens` later."""

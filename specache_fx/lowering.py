@@ -58,10 +58,10 @@ def layer_form(program: Program, site: AttentionSite, lanes: int) -> LayerForm:
     return LayerForm(
         dtypes=frozenset(side.dtype for side in sides),
         quantizer=None if is_exact else make_quantizer(config),
-        key_dim=site.key_dim,
-        value_dim=site.value_dim,
+        key_dim=site.shape.key_dim,
+        value_dim=site.shape.value_dim,
         lanes=lanes,
-        num_queries=lanes * sides[0].shape[1] // site.num_kv_heads,
+        num_queries=lanes * sides[0].shape[1] // site.shape.num_kv_heads,
         expands=site.expansion is not None,
         aggregation=config.aggregation,
         cpu_reads=config.cpu_reads and not is_exact,

@@ -31,14 +31,13 @@ from specache_fx.capture.graph.graph_utils import (
     reads_shape_only,
     same_sizes,
     shape_of,
-    value_of,
     weight_name,
 )
 from specache_fx.capture.graph.left_alone import LeaveAlone
 from specache_fx.capture.positions.find_prelude import find_prelude
 from specache_fx.capture.positions.find_sources import find_sources, fixed_sizes, kv_lens
 from specache_fx.capture.positions.find_token import Token, find_token
-from specache_fx.capture.positions.lanes import drawn_in, effect_of, single_lane
+from specache_fx.capture.positions.lanes import effect_of, single_lane
 from specache_fx.capture.positions.mask_graphs import find_masks, find_prompt_masks
 from specache_fx.capture.positions.newest_tokens import NEWEST_OF, newest_tokens
 from specache_fx.capture.positions.outputs import find_logits, plan_outputs
@@ -184,6 +183,7 @@ def _decoding(
     kept_cache = next((node.name for node in kept if grows(node)), None)
     static = kept_cache is None
     prelude, boundary, asserts = find_prelude(gm, sites, kept, sources, lengths_are_static=static)
+    effect = effect_of(gm.graph, asserts)
     return Decoding(
         sources=sources,
         masks=masks,
@@ -192,8 +192,8 @@ def _decoding(
         boundary=boundary,
         asserts=asserts,
         logits=logits,
-        single_lane=single_lane(gm.graph, kept, past, token.node, logits, kept_cache, asserts),
-        is_pure=effect_of(gm.graph, asserts) is None and drawn_in(gm.graph) is None,
+        single_lane=effect or single_lane(gm.graph, kept, past, token.node, logits, kept_cache),
+        is_pure=effect is None,
     )
 
 
@@ -203,9 +203,8 @@ def kv_inputs(gm: GraphModule) -> list[int]:
         i
         for i, node in enumerate(placeholders(gm.graph))
         if not is_static_input(node)
-        and isinstance(value_of(node), torch.Tensor)
-        and value_of(node).is_floating_point()
-        and value_of(node).dim() in (4, 5)
+        and is_float(node, 5)
+        and len(shape_of(node) or ()) > 3
         and not all(reads_shape_only(user) for user in node.users)
     ]
 

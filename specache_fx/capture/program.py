@@ -11,9 +11,11 @@ from typing import NamedTuple
 from torch._ops import OpOverload
 from torch.fx import Node
 
+from specache_fx.capture.graph.graph_utils import source_of
 from specache_fx.config import SpecacheConfig
 from specache_fx.runtime.expansion import Expansion
 from specache_fx.runtime.graph_part import Part
+from specache_fx.runtime.layout import LayerShape
 from specache_fx.runtime.sources import PositionalPart, Sources
 
 
@@ -140,10 +142,7 @@ class AttentionSite:
         core: What it computes.
         keys: What is cached of its keys, before repeat_kv. A `window` is that of its values, too.
         values: What is cached of its values.
-        num_kv_heads: KV heads of the cache.
-        key_dim: Elements of a cached key.
-        value_dim: Elements of a cached value.
-        source: The model's line.
+        shape: Form of what is cached.
         shared: It reads the cache of an earlier attention, `layer`, and keeps no pairs of its own.
         expansion: How its keys and values are computed from what is cached (MLA); None where they are what is cached.
     """
@@ -152,12 +151,14 @@ class AttentionSite:
     core: AttentionCore
     keys: Side
     values: Side
-    num_kv_heads: int
-    key_dim: int
-    value_dim: int
-    source: str
+    shape: LayerShape
     shared: bool = False
     expansion: Expansion | None = None
+
+    @property
+    def source(self) -> str:
+        """The model's line."""
+        return source_of(self.core.node)
 
 
 @dataclass(frozen=True)
@@ -268,6 +269,11 @@ class Program:
     def owners(self) -> list[AttentionSite]:
         """The attentions that have a cache of their own: one a layer."""
         return [site for site in self.sites if not site.shared]
+
+    @property
+    def shapes(self) -> tuple[LayerShape, ...]:
+        """Forms of the pairs of each layer, in graph order."""
+        return tuple(site.shape for site in self.owners)
 
     @property
     def window_layers(self) -> set[int]:

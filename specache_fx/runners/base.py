@@ -23,7 +23,6 @@ from specache_fx.lowering import Compiled
 from specache_fx.runtime import claims, fixed_buffers, registry
 from specache_fx.runtime.give_back import give_back
 from specache_fx.runtime.handle_tensor import Handle, plain
-from specache_fx.runtime.layout import LayerShape
 from specache_fx.runtime.prompt_masks import PromptMasks
 from specache_fx.runtime.session import Session
 
@@ -34,14 +33,6 @@ _NOT_NUMBERS = (
     " one of a model that gave NaN. Pass a cache of specache back as the model returned it; its numbers can't be read"
     " or changed."
 )
-
-
-def layer_shapes(program: Program) -> tuple[LayerShape, ...]:
-    """Forms of the pairs of each layer of the session, in graph order."""
-    return tuple(
-        LayerShape(site.num_kv_heads, site.key_dim, site.value_dim, site.keys.window)
-        for site in program.owners
-    )
 
 
 def note_graph(session: Session, program: Program, args: Sequence[Any]) -> None:
@@ -223,7 +214,7 @@ class Prefill:
         registry.sweep()
         with inference():
             session = registry.open_session(
-                self._program.config, layer_shapes(self._program), self._dtype, self._device
+                self._program.config, self._program.shapes, self._dtype, self._device
             )
             note_graph(session, self._program, args)
             try:
@@ -252,7 +243,7 @@ class GoesOn(ABC):
 
     def __init__(self, program: Program) -> None:
         assert program.outputs is not None
-        self._program, self._plan, self._layers = program, program.outputs, layer_shapes(program)
+        self._program, self._plan, self._layers = program, program.outputs, program.shapes
 
     def __call__(self, *args: Any) -> Any:
         """Run the new tokens.

@@ -163,7 +163,9 @@ class Decode(GoesOn):
         assert token is not None and session.guessed_token is not None
         if bool((token != session.guessed_token).any()) or not masks.hides_padding:
             return False
-        return answer.answers(self._inputs.of_call(args, self._windows(session, args, 1, 0)))
+        inputs = self._inputs.bind(args, None, 1, 0)
+        call = self._inputs.of_lane(args, inputs, self._windows(session, args, 1, 0), 0)
+        return call is not None and answer.answers(call)
 
     def _accept(self, session: Session, answer: NextAnswer) -> list[Any]:
         """Count lane 1's pairs, and return its outputs."""
@@ -297,7 +299,7 @@ class Decode(GoesOn):
         following = [result[1] for result in results]
         session.speculative_token = self._best(following, token)
         if writes_next:
-            self._foresee(session, following, self._inputs.of_lane_1(args, inputs, windows))
+            self._foresee(session, following, self._inputs.of_lane(args, inputs, windows, 1))
         return [_copied(result[0]) for result in results], step.windows_known
 
     def _foresee(self, session: Session, results: Sequence[Any], call: LaneCall | None) -> None:

@@ -86,12 +86,12 @@ class FixedCacheRunner:
         with inference():
             if call.agrees is None and any(map(bool, plan.shown(args, torch.tensor(kv_len)))):
                 raise CacheHandleError(_SHOWN.format(kv_len=kv_len))
-        # A prompt's buffers are freed before it runs.
-        extents = _extents(plan, call, args)
         with inference():
             if has_past:
                 fixed_buffers.restore_others(given, len(plan.buffers))
             inputs = _inputs(plan, call, args)
+            # Before a prompt's buffers are freed. Those of later calls nearly always hold the session already.
+            extents = None if has_past else _extents(plan, call, args)
             shapes = None if has_past else fixed_buffers.free(given)
         try:
             results = runner(*inputs)
@@ -178,7 +178,7 @@ def _finish(
     call: _Call,
     args: Sequence[Any],
     results: Sequence[Any],
-    extents: Sequence[fixed_buffers.Extent],
+    extents: Sequence[fixed_buffers.Extent] | None,
 ) -> tuple[Any, ...]:
     """Dynamo's outputs. The buffers hold the session, and counters are moved."""
     count = len(results) - len(plan.buffers)
@@ -190,7 +190,7 @@ def _finish(
         for buffer, handle in zip(plan.buffers, issued, strict=True)
     ]
     if not fixed_buffers.are_held(buffers, issued):
-        fixed_buffers.hold(buffers, issued, extents)
+        fixed_buffers.hold(buffers, issued, extents or _extents(plan, call, args))
     for buffer, tensor in zip(plan.buffers, buffers, strict=True):
         for i in buffer.outputs:
             outs[i] = tensor

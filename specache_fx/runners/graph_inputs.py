@@ -83,38 +83,25 @@ class GraphInputs:
             inputs[i] = inputs[i].contiguous()
         return inputs
 
-    def of_call(self, args: Sequence[Any], windows: WindowMasks) -> LaneCall:
-        """The inputs of a call's token; `windows` are its masks."""
-        inputs = self.bind(args, None, 1, 0)
-        return self._lane_call(args, inputs, [inputs[i] for i in self._by_lane], windows, 0)
-
-    def of_lane_1(self, args: Sequence[Any], inputs: Sequence[Any], windows: WindowMasks) -> LaneCall | None:
-        """The inputs of lane 1 of a step; None where its masks are unknown.
+    def of_lane(
+        self, args: Sequence[Any], inputs: Sequence[Any], windows: WindowMasks, lane: int
+    ) -> LaneCall | None:
+        """The inputs of a call's token, or of lane 1 of a step of two; None where its masks are unknown.
 
         Args:
             args: Dynamo's inputs.
-            inputs: From `bind`, for two lanes.
+            inputs: From `bind`, for `lane + 1` lanes.
             windows: Likewise, `DecodeStep.window_masks`.
+            lane: 0 or 1.
         """
-        if any(masks[1] is None for masks in windows.values()):
-            return None
-        return self._lane_call(args, inputs, [inputs[i][1] for i in self._by_lane], windows, 1)
-
-    def _lane_call(
-        self,
-        args: Sequence[Any],
-        inputs: Sequence[Any],
-        computed: list[torch.Tensor],
-        windows: WindowMasks,
-        lane: int,
-    ) -> LaneCall:
+        computed = [inputs[i][1] if lane else inputs[i] for i in self._by_lane]
         rest = [value for i, value in enumerate(inputs) if i not in self._by_lane]
         numbers: list[Any] = [value for value in rest if not isinstance(value, torch.Tensor)]
         # The expansion of latent attention is no input of the decode graph.
         rest += [args[i] for expansion in self._expansions for i in expansion.inputs]
         for layer, masks in windows.items():
-            mask = masks[lane]
-            assert mask is not None
+            if (mask := masks[lane]) is None:
+                return None
             parts = [part for part in (mask.seen, mask.bias) if part is not None]
             numbers.append((layer, mask.width, mask.seen is None, mask.bias is None))
             computed = computed + parts

@@ -22,7 +22,7 @@ from torch.fx.node import map_arg
 
 from specache_fx.capture.graph.graph_slices import writes_in_place
 from specache_fx.capture.graph.graph_utils import placeholders, value_of
-from specache_fx.capture.graph.segments import CannotCut, Segment
+from specache_fx.capture.graph.segments import CannotCut, Segment, cut
 from specache_fx.passes.fuse_layer_steps import is_layer_step
 
 PartFunction = Callable[..., Any]
@@ -33,7 +33,7 @@ class ByLayer:
     """A decode graph of compiled parts.
 
     Attributes:
-        parts: The compiled functions, each once.
+        parts: The compiled functions, each once: what records a step looks into them (`runtime/cpu_recorder.py`).
     """
 
     def __init__(self, gm: GraphModule, parts: Sequence[PartFunction]) -> None:
@@ -60,57 +60,42 @@ def compile_by_layer(
         Its callable; None where more than half of its parts are of a form of their own, or parts can't be recognised.
     """
     if any(map(writes_in_place, gm.graph.nodes)):
-        return None  # parts are ordered by their inputs
-    parts, given = split(gm.graph), dict(zip(placeholders(gm.graph), inputs, strict=True))
-    for node in gm.graph.find_nodes(op="get_attr"):
-        if isinstance(value := attrgetter(str(node.target))(gm), torch.Tensor):
-            node.meta["val"] = value  # a fingerprint describes inputs by their values
+        return None  # a part may read what a later one writes
+    held = {node: attrgetter(str(node.target))(gm) for node in gm.graph.find_nodes(op="get_attr")}
+    given = held | dict(zip(placeholders(gm.graph), inputs, strict=True))
+    for node, value in held.items():
+        node.meta["val"] = value  # a fingerprint describes inputs by their values
     try:
+        parts = split(gm.graph)
         forms = [part.fingerprint(with_offsets=False) for part in parts]
     except CannotCut:
-        return None  # an operator that takes a graph
+        return None  # few layers, or an operator that takes a graph
     if 2 * len(set(forms)) > len(parts):
         return None
     compiled: dict[str, PartFunction] = {}
     for part, form in zip(parts, forms, strict=True):
         if part.results and form not in compiled:
-            compiled[form] = compile_part(part.graph(gm), [_example(gm, node, given) for node in part.inputs])
+            compiled[form] = compile_part(part.graph(gm), [_example(node, given) for node in part.inputs])
     return ByLayer(_joined(gm, parts, [compiled.get(form) for form in forms]), list(compiled.values()))
 
 
 def split(graph: Graph) -> list[Segment]:
-    """The parts, in order: one before each layer's step, and one after the last; each layer's step ends one."""
-    number: dict[Node, int] = {}  # of a layer's step that of the part behind it
-    steps = 0
-    for node in graph.nodes:
-        if node.op not in (*_GIVEN, "output"):
-            number[node] = max((number.get(source, 0) for source in node.all_input_nodes), default=0)
-            if is_layer_step(node):
-                steps += 1
-                number[node] = steps
-    _sink(graph, number)
-    members: list[list[Node]] = [[] for _ in range(steps + 1)]
-    for node, part in number.items():
-        if not is_layer_step(node):
-            members[part].append(node)
-    return [Segment.of(nodes) for nodes in members]
+    """The parts, in order: one before each layer's step, and one after the last. What the graph holds is their input.
+
+    Raises:
+        CannotCut: If there are fewer than three.
+    """
+    pieces = cut(graph, is_layer_step)
+    own = (
+        [node for node in each.nodes if node.op != "get_attr" and not is_layer_step(node)] for each in pieces
+    )
+    return [*map(Segment.of, own)]
 
 
-def _sink(graph: Graph, number: dict[Node, int]) -> None:
-    """Move nodes that depend on inputs alone (weights) to their first reader: more parts are equal then."""
-    for node in reversed(graph.nodes):
-        is_item = operator.getitem in (node.target, *(user.target for user in node.users))
-        if number.get(node) == 0 and node.users and not is_item:  # a list of tensors stays in one part
-            readers = (number[user] - is_layer_step(user) for user in node.users if user in number)
-            number[node] = min(readers, default=0)
-
-
-def _example(gm: GraphModule, node: Node, given: dict[Node, torch.Tensor]) -> Any:
+def _example(node: Node, given: dict[Node, Any]) -> Any:
     """A tensor as the node's is."""
     if node in given:
         return given[node]
-    if node.op == "get_attr":
-        return operator.attrgetter(str(node.target))(gm)
     value = value_of(node)
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 

@@ -147,13 +147,8 @@ def read_masks(
         session.requantize()
         agree = _hide_padding(session, split, kv_len)
     moves = not all(agree) or (session.masks_move and not ahead)
-    if ahead and not moves and not fixed_length:
-        # Will a mask hide more than the padding within a group of tokens, or can't that be known?
-        group = session.config.group_size
-        later = _rows(session, part, args, group)
-        moves = later is None or not all(
-            _hide_padding(session, [split_row(row, session.batch) for row in later], kv_len + group)
-        )
+    if ahead and not fixed_length:
+        moves = moves or _move_soon(session, part, args)
     session.masks_move = moves
     biases = [
         bias if agrees else hidden_bias(real, bias) for (real, bias), agrees in zip(split, agree, strict=True)
@@ -174,6 +169,15 @@ def _seen(session: Session, rows: Sequence[torch.Tensor]) -> list[torch.Tensor |
 def _hide_padding(session: Session, split: Sequence[Split], kv_len: int) -> list[bool]:
     """Whether rows hide just the padding. Most do."""
     return [session.key_mask.agrees(real, kv_len) for real, _ in split]
+
+
+def _move_soon(session: Session, part: PositionalPart, args: Sequence[Any]) -> bool:
+    """Whether masks will hide more than the padding within a group of tokens, or that can't be known."""
+    assert session.batch is not None
+    group = session.config.group_size
+    rows = _rows(session, part, args, group)
+    split = [split_row(row, session.batch) for row in rows or ()]
+    return rows is None or not all(_hide_padding(session, split, session.kv_len + 1 + group))
 
 
 def _check_hidden(row: torch.Tensor, seen: torch.Tensor | None, program: Program) -> None:

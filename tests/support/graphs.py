@@ -73,6 +73,18 @@ def capture(model: nn.Module, drive: Callable[[Any], Any]) -> list[Captured]:
     return recorder.graphs
 
 
+def traced(function: Callable[..., Any], *inputs: Any) -> GraphModule:
+    """The functional graph of a function of tensors, which are its inputs in their order."""
+    (taken,) = capture(FunctionModule(function), lambda model: model(*inputs))
+    gm = taken.copy()
+    given = placeholders(gm.graph)
+    for node in sorted(given, key=lambda node: int("".join(filter(str.isdigit, node.name)))):
+        given[-1].append(node)  # Dynamo has them as they are first read
+        given.append(node)
+    gm.recompile()
+    return gm
+
+
 _CALLS = ((0, 6), (6, 9), (9, 10), (10, 11))
 
 

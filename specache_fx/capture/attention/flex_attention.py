@@ -9,8 +9,7 @@ Mods are of one place, `b`, `h`, `i`, `j`. `torch.vmap` runs them at all places 
 compile the operator. So `mask` is `mask_mod(b, h, i, j)`. A list of blocks says no more than the `mask_mod` that it was
 made from. Without a `mask_mod` it says more, and the attention stays.
 
-With a `score_mod` the operator stays in prompts: it keeps no scores in memory. Its meaning is inserted before it, and
-replaces it in decode steps.
+With a `score_mod` the operator stays in prompts. Its meaning is inserted before it, and replaces it in decode steps.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from specache_fx.capture.graph.graph_edit import CallsOnce, call, finish
 from specache_fx.capture.graph.graph_slices import constant_of
 from specache_fx.capture.graph.graph_utils import same_sizes, shape_of, unexpanded
 from specache_fx.capture.graph.left_alone import LeaveAlone
-from specache_fx.capture.graph.trace import inline_once
+from specache_fx.capture.graph.trace import inline
 from specache_fx.capture.program import AttentionCore
 from specache_fx.errors import first_line
 from specache_fx.runtime.ops import SDPA
@@ -120,7 +119,7 @@ def _changes_scores(gm: GraphModule, flex: Node) -> bool:
 
 def _inserted(calls: CallsOnce, function: Callable[..., Any], operands: tuple[Any, ...], flex: Node) -> Node:
     try:
-        return inline_once(calls, function, operands, flex)
+        return inline(function, operands, flex, calls)
     except Exception as error:  # of any operator of a mod
         raise LeaveAlone(f"its mods can't be run at all places at once ({first_line(error)})") from error
 

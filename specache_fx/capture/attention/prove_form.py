@@ -18,16 +18,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Interpreter, Node
-from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
 from specache_fx.capture.attention.random_numbers import PLAIN_SEEDS, Numbers, dense
 from specache_fx.capture.graph.graph_slices import ancestors, constant_of, extract
 from specache_fx.capture.graph.graph_utils import (
-    END,
     is_float,
     is_integer,
     is_static_input,
+    largest_number,
     same_sizes,
     shape_of,
     target_name,
@@ -296,12 +295,7 @@ def _is_bool(node: Node) -> bool:
 
 def _keys_of(cone: Sequence[Node]) -> int:
     """A number of keys behind all numbers in the operators, where these may begin to do something else."""
-    numbers: list[int] = []
-    for node in cone:
-        map_aggregate(
-            (node.args, node.kwargs), lambda each: numbers.append(each) if type(each) is int else None
-        )
-    most = max((abs(number) for number in numbers if abs(number) < END), default=0)
+    most = largest_number(cone)
     if most > _MOST_KEYS:
         raise UnknownFormError(
             cone[0], f"may be read in another way from {most} keys on, too many to prove it"

@@ -24,7 +24,7 @@ from torch.fx.node import map_arg
 from specache_fx.capture.attention.prove_form import Form, SpeltOut, prove
 from specache_fx.capture.attention.random_numbers import Numbers
 from specache_fx.capture.graph.graph_edit import CallsOnce
-from specache_fx.capture.graph.graph_slices import ancestors, constant_of, draws_random_numbers
+from specache_fx.capture.graph.graph_slices import ancestors, between, constant_of, draws_random_numbers
 from specache_fx.capture.graph.graph_utils import (
     concatenated,
     described,
@@ -39,7 +39,7 @@ from specache_fx.capture.graph.graph_utils import (
     value_of,
 )
 from specache_fx.capture.graph.left_alone import LEAVE, UnknownFormError
-from specache_fx.capture.graph.trace import inline, inline_once
+from specache_fx.capture.graph.trace import inline
 from specache_fx.capture.program import AttentionCore
 
 _aten = torch.ops.aten
@@ -185,19 +185,14 @@ def path_of(softmax: Node) -> list[Node]:
     """
     nodes = softmax.graph.nodes
     sizes = (node for node in nodes if reads_shape_only(node))  # rotary embeddings may be products, too
-    behind = ancestors(
-        softmax.all_input_nodes, (*(node for node in nodes if target_name(node) in PRODUCTS), *sizes)
-    )
+    ends = [*(node for node in nodes if target_name(node) in PRODUCTS), *sizes]
+    behind = ancestors(softmax.all_input_nodes, ends)
     products = [node for node in nodes if node in behind and target_name(node) == "bmm"]
     if len(products) > 1:
         raise UnknownFormError(products[1], "is another product in its scores")
     if not products:
         raise UnknownFormError(softmax.all_input_nodes[0], "is no product of queries and keys (a matmul)")
-    path = dict.fromkeys(products)
-    for node in nodes:
-        if node in behind and not reads_shape_only(node) and any(arg in path for arg in node.all_input_nodes):
-            path[node] = None
-    return list(path)
+    return between(products, softmax.all_input_nodes, ends)
 
 
 def _cone_of(softmax: Node, product: Node, outputs: set[Node]) -> list[Node]:
@@ -301,7 +296,7 @@ def in_groups(core: AttentionCore, calls: CallsOnce) -> AttentionCore:
             return node
         sizes = (heads // num_kv_heads, num_kv_heads)
         turn = functools.partial(turned, dim=len(dims) + place, sizes=sizes)
-        return inline_once(calls, turn, (node,), core.node)
+        return inline(turn, (node,), core.node, calls)
 
     query, mask, sinks = regrouped(core.query, -3), regrouped(core.mask, -3), regrouped(core.sinks, -1)
     inner = core.inner | {*sides}
@@ -310,10 +305,10 @@ def in_groups(core: AttentionCore, calls: CallsOnce) -> AttentionCore:
     )
 
 
-def in_model_order(graph: Graph, out: Node, num_kv_heads: int, origin: Node) -> Node:
+def in_model_order(out: Node, num_kv_heads: int, before: Node) -> Node:
     """Insert the result of an attention that `is_turned` with its heads in the model's order."""
     sizes = num_kv_heads, (shape_of(out) or ())[1] // num_kv_heads
-    return inline(graph, functools.partial(turned, dim=1, sizes=sizes), (out,), origin)
+    return inline(functools.partial(turned, dim=1, sizes=sizes), (out,), before)
 
 
 def _is_factor(gm: GraphModule, node: Node) -> bool:

@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 from specache_fx.capture.caches.cache_records import Tokens
 from specache_fx.capture.graph.graph_edit import finish
 from specache_fx.capture.graph.graph_slices import ancestors, cut_out
-from specache_fx.capture.graph.graph_utils import placeholders, value_of
+from specache_fx.capture.graph.graph_utils import is_integer, is_integer_tensor, placeholders
 from specache_fx.capture.graph.left_alone import GROW, LEAVE, LeaveAlone
 from specache_fx.runtime.graph_part import Part
 from specache_fx.runtime.ops import SDPA
@@ -138,7 +138,4 @@ def _is_of_integers(node: Any) -> bool:
 
 
 def _is_integer(node: Any) -> bool:
-    value = value_of(node)
-    if isinstance(value, torch.Tensor):
-        return not value.is_floating_point() and not value.is_complex() and value.dtype != torch.bool
-    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+    return is_integer(node) or is_integer_tensor(node)

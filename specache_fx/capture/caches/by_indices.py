@@ -153,8 +153,10 @@ def _candidates(
     for tensor in (tensor for tensor in tensors if tensor in known):
         heads = [read]
         if read.dim() == 3:  # batch and heads in one
-            sizes = [operand.num_heads] if operand.num_heads else sorted({*known[tensor].shape}, reverse=True)
-            heads = [read.unflatten(0, (-1, n)) for n in sizes if len(read) % n == 0]
+            shape = known[tensor].shape  # has the batch, or the heads
+            sizes = [n for size in shape if len(read) % size == 0 for n in (len(read) // size, size)]
+            sizes = [operand.num_heads] if operand.num_heads else sorted({*sizes}, reverse=True)
+            heads = [read.unflatten(0, (-1, n)) for n in sizes]
         yield from ((tensor, *kv) for each in heads for kv in _kv(each))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from specache_fx.capture.graph.graph_utils import (
     described,
     is_float,
     newest,
-    reads_shape_only,
+    real_users,
     same_sizes,
     shape_of,
     shown_shape,
@@ -57,6 +58,11 @@ def returned_of(root: Node, outputs: set[Node]) -> Node | None:
         return None
     kept = [user for user in root.users if user in outputs and newest(user) is not None]
     return root if root in outputs else kept[0] if len(kept) == 1 else None
+
+
+def other_reader(node: Node, own: Collection[Node]) -> Node | None:
+    """The first user that reads a node's numbers and is none of `own`."""
+    return next((user for user in real_users(node) if user not in own), None)
 
 
 def grows(node: Any) -> bool:
@@ -104,16 +110,14 @@ def side_of(root: Node, what: str, outputs: set[Node], inside: set[Node]) -> Sid
             f"what is appended to is not the past as it came in, but what {described(past)} makes of it",
             f"Append this call's tokens to the past itself: cat([past, new], dim=-2). {LEAVE}.",
         )
-    for user in root.users:
-        if user not in inside and user is not output and user.op != "output" and not reads_shape_only(user):
-            if user in _written_values(root.graph):
-                raise LeaveAlone(
-                    f"its {what} are written into a cache of fixed length: {described(user)}", GROWING
-                )
-            raise LeaveAlone(f"its {what} are also used by {described(user)}", ONLY_ATTENTION)
-    for user in () if past is None else past.users:
-        if user is not root and not reads_shape_only(user):
-            raise LeaveAlone(f"its past {what} are also used by {described(user)}", ONLY_ATTENTION)
+    if (user := other_reader(root, {*inside, output, root.graph.output_node()})) is not None:
+        if user in _written_values(root.graph):
+            raise LeaveAlone(
+                f"its {what} are written into a cache of fixed length: {described(user)}", GROWING
+            )
+        raise LeaveAlone(f"its {what} are also used by {described(user)}", ONLY_ATTENTION)
+    if past is not None and (user := other_reader(past, {root})) is not None:
+        raise LeaveAlone(f"its past {what} are also used by {described(user)}", ONLY_ATTENTION)
     kept = None if output is root else newest(output)
     return Side(root, new, past, output, None if kept is None else kept + 1)
 

@@ -66,27 +66,11 @@ def _spelt_out(softmax: Node) -> Iterator[tuple[Node, list[Operand]]]:
         if not users:
             return
         weighted = users[0]
-    heads = _num_heads(softmax, product, swapped=softmax.args[0] in swapped_in(path))
+    scores: Any = shape_of(softmax)
+    of_heads = scores[2 if softmax.args[0] in swapped_in(path) else 1] if len(scores) == 4 else None
+    heads = of_heads if isinstance(of_heads, int) else None
     keys = Operand(product.args[1], product, heads, transposed=True)
     yield softmax, [keys, Operand(weighted.args[1], weighted, heads)]  # type: ignore[arg-type]
-
-
-def _num_heads(softmax: Node, product: Node, *, swapped: bool) -> int | None:
-    """Heads of a product's operands; None where they can't be told."""
-    node: Any = softmax
-    if len(shape_of(softmax) or ()) == 3:
-        node = product.args[0]
-        while len(shape_of(node) or ()) == 3 and target_name(node) in (
-            "reshape",
-            "clone",
-            "expand",
-            "mul",
-            "div",
-        ):
-            node = node.args[0]
-    dims = shape_of(node) or ()
-    heads = dims[2 if swapped else 1] if len(dims) > 3 else None
-    return heads if isinstance(heads, int) else None
 
 
 def read_sides(
@@ -100,12 +84,11 @@ def read_sides(
         sides: Those that it is to read.
         is_tiled: Heads of these are repeated one after the other.
     """
-    graph, heads = attention.graph, [*sides]
+    heads = [*sides]
     for i, (operand, side) in enumerate(zip(operands, sides, strict=True)):
         if attention.target is not SDPA or is_tiled:
             spelt = partial(_as_operand, operand=operand, is_tiled=is_tiled)
-            with graph.inserting_before(operand.reader):
-                heads[i] = inline(graph, spelt, (side,), operand.node)
+            heads[i] = inline(spelt, (side,), operand.reader)
     if attention.target is SDPA:
         attention.args = (attention.args[0], *heads, *attention.args[3:7], True)
         return
@@ -115,9 +98,7 @@ def read_sides(
 
 def _as_operand(side: torch.Tensor, operand: Operand, *, is_tiled: bool) -> torch.Tensor:
     """What an attention reads, of `[batch, num_kv_heads, kv_len, head_dim]`."""
-    rows, batch = value_of(operand.node).shape[0], side.shape[0]
-    known = isinstance(rows, int) and isinstance(batch, int)
-    heads = operand.num_heads or (rows // batch if known else side.shape[1])
+    heads = operand.num_heads or int(value_of(operand.node).shape[0] // side.shape[0])
     whole = side.repeat(1, heads // side.shape[1], 1, 1) if is_tiled else repeated(side, heads)
     whole = whole.mT if operand.transposed else whole
     return whole if operand.reader.target is SDPA else whole.flatten(0, 1)

@@ -161,10 +161,10 @@ def _differs(reading: Reading, expansion: Expansion, leaves: list[Node]) -> str 
             sides = random(size)
             plain = run(sides)
             moved = [out.roll((-1, -1), (0, 2)) for out in run([side.roll((1, 1), (0, 2)) for side in sides])]
-            if not _alike(plain, moved):
+            if not _is_same(plain, moved):
                 return "what becomes of a token depends on its place"
             fewer = _PROOF_TOKENS[1]
-            if expansion.chunk is None and not _alike(
+            if expansion.chunk is None and not _is_same(
                 [out[:, :, :fewer] for out in plain], run([side[:, :, :fewer] for side in sides])
             ):
                 return "what becomes of a token depends on how many there are"
@@ -174,7 +174,7 @@ def _differs(reading: Reading, expansion: Expansion, leaves: list[Node]) -> str 
                     for other, side in zip(others, sides, strict=True):
                         other[row, :, token] = side[row, :, token]
                     pairs = ([out[row, :, token] for out in each] for each in (plain, run(others)))
-                    if not _alike(*pairs):
+                    if not _is_same(*pairs):
                         return "what becomes of a token depends on other tokens"
     except ValueError as error:
         return str(error)
@@ -183,7 +183,7 @@ def _differs(reading: Reading, expansion: Expansion, leaves: list[Node]) -> str 
     return None
 
 
-def _alike(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> bool:
+def _is_same(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> bool:
     """Whether numbers are the same but for rounding."""
     for x, y in zip(expected, found, strict=True):
         if not bool(((x - y).abs() <= 8 * torch.finfo(x.dtype).eps * x.abs().max()).all()):

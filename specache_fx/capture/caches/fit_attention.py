@@ -18,7 +18,7 @@ from torch.fx.node import map_arg
 from specache_fx.capture.caches.buffer_reads import BufferRead
 from specache_fx.capture.caches.cache_records import Tokens
 from specache_fx.capture.graph.graph_edit import call
-from specache_fx.capture.graph.graph_slices import ancestors
+from specache_fx.capture.graph.graph_slices import ancestors, between
 from specache_fx.capture.graph.graph_utils import (
     cut_of,
     described,
@@ -45,7 +45,6 @@ class ToTheirLength:
 
     Args:
         graph: Their graph, edited in place.
-        mode: Of its fake values.
         reads: The attentions.
         kv_len: Gives the number of tokens that are there: of an attention, its keys, and the node that needs it.
         has_past: Whether tokens are there before this call's.
@@ -57,13 +56,12 @@ class ToTheirLength:
     def __init__(
         self,
         graph: Graph,
-        mode: Any,
         reads: Sequence[BufferRead],
         kv_len: Callable[[BufferRead, Node, Node], Any],
         *,
         has_past: bool,
     ) -> None:
-        self._graph, self._mode, self._kv_len, self._has_past = graph, mode, kv_len, has_past
+        self._graph, self._kv_len, self._has_past = graph, kv_len, has_past
         self._inputs = placeholders(graph)
         self._inside = {read.attention: _inside(read) for read in reads}
         self._attending = {node for nodes in self._inside.values() for node in nodes}
@@ -84,8 +82,15 @@ class ToTheirLength:
                 self._resize(node, read, keys)
             self._note_again(node, read)
 
-    def _resize(self, node: Node, read: BufferRead, keys: Node) -> None:
-        """Have a node whose result is as long as a buffer be as long as the keys."""
+    def _resize(self, node: Node, read: BufferRead, keys: Node, source: Node | None = None) -> None:
+        """Have a node whose result is as long as a buffer be as long as the keys, or an input `source` that was cut."""
+
+        def kv_len() -> Any:
+            if source is None:
+                return self._kv_len(read, keys, node)
+            # The node may come before this call's tokens do.
+            return call(self._graph, _aten.sym_size.int, (source, len(shape_of(source) or ()) - 1), node)
+
         with self._graph.inserting_before(node):
             args: Any = map_arg(node.args, lambda arg: self.fitted(arg, read, keys))
             whole, cut = [_num_rows(read)], cut_of(node)
@@ -93,9 +98,9 @@ class ToTheirLength:
             if target_name(node) in ("reshape", "expand") and same_sizes(
                 whole, [*map(value_of, args[1][-1:])]
             ):
-                args = args[0], [*args[1][:-1], self._kv_len(read, keys, node)], *args[2:]
+                args = args[0], [*args[1][:-1], kv_len()], *args[2:]
             elif cut is not None and cut[0] == len(dims) - 1 and same_sizes(whole, [value_of(cut[2])]):
-                args = args[0], *cut[:2], self._kv_len(read, keys, node), cut[3]
+                args = args[0], *cut[:2], kv_len(), cut[3]
             node.args = args
 
     def _note_again(self, node: Node, read: BufferRead) -> None:
@@ -103,8 +108,7 @@ class ToTheirLength:
         args: Any = map_arg(node.args, value_of)
         function: Any = node.target
         try:
-            with self._mode, torch.no_grad():
-                node.meta = {**node.meta, "val": function(*args, **node.kwargs)}
+            node.meta = {**node.meta, "val": function(*args, **node.kwargs)}
         except Exception as error:  # of any operator: the buffer's length is a number in it
             reason = f"{described(node)} is of the length of a cache of fixed length, not of its tokens"
             raise LeaveAlone(reason, sdpa_instead(read.attention)) from error
@@ -126,25 +130,18 @@ class ToTheirLength:
         """
         behind = ancestors([mask])
         given = [node for node in self._inputs if node in behind and _is_as_long(node, read)]
-        moved = dict.fromkeys(given)
-        for node in self._graph.nodes:
-            if node in behind and not moved.keys().isdisjoint(node.all_input_nodes):
-                moved[node] = None
-        by_column = (
-            is_pointwise(each) or target_name(each) in ("unsqueeze", "expand") for each in [*moved][1:]
-        )
-        users = {user for node in moved for user in node.users} - moved.keys()
+        moved = between(given, [mask])
+        by_column = (is_pointwise(each) or target_name(each) in ("unsqueeze", "expand") for each in moved[1:])
+        users = {user for node in moved for user in node.users} - {*moved}
         is_whole = len(given) == 1 and len(shape_of(given[0]) or ()) > 1 and users <= self._attending
         if not (is_whole and all(by_column) and all(_is_as_long(each, read) for each in moved)):
             return False
         (source,), whole = given, value_of(given[0])
         sizes = (*whole.shape[:-1], (shape_of(keys) or ())[2])
-        with self._mode:
-            cut = torch.empty_strided(sizes, whole.stride(), dtype=whole.dtype, device=whole.device)
-        source.meta = {**source.meta, "val": cut}
+        source.meta = {**source.meta, "val": whole.new_empty_strided(sizes, whole.stride())}
         self.cut.append(self._inputs.index(source))
-        for node in [*moved][1:]:
-            self._resize(node, read, keys)
+        for node in moved[1:]:
+            self._resize(node, read, keys, source)
             self._note_again(node, read)
         return True
 
@@ -153,8 +150,7 @@ class ToTheirLength:
         end = self._kv_len(read, keys, read.attention)
         cut = call(self._graph, _aten.slice.Tensor, (arg, len(dims) - 1, 0, end), read.attention)
         # A slice that may be as long as the whole has the smaller of two sizes.
-        with self._mode, torch.no_grad():
-            cut.meta["val"] = value_of(arg).new_empty((*dims[:-1], shape_of(keys)[2]))  # type: ignore[index]
+        cut.meta["val"] = value_of(arg).new_empty((*dims[:-1], shape_of(keys)[2]))  # type: ignore[index]
         return cut
 
 
@@ -163,12 +159,7 @@ def _inside(read: BufferRead) -> list[Node]:
     if read.attention.target is SDPA:
         return [read.attention]
     product, weighted = (operand.reader for operand in read.operands)
-    behind, inside, node = ancestors([weighted]), dict.fromkeys([product]), product
-    while node is not weighted:
-        node = node.next
-        if node in behind and not inside.keys().isdisjoint(node.all_input_nodes):
-            inside[node] = None
-    return [*inside]
+    return between([product], [weighted])
 
 
 def _num_rows(read: BufferRead) -> Any:

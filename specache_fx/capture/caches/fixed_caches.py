@@ -113,7 +113,7 @@ class _Rewrite:
         self._past: dict[_Key, Node] = {}  # the input of those before it
         self._grown: dict[_Key, Node] = {}  # what a buffer holds now, heads first
         self._ends: dict[Any, bool] = {}
-        self._lengths = ToTheirLength(self._graph, mode, reads, self._kv_len, has_past=has_past)
+        self._lengths = ToTheirLength(self._graph, reads, self._kv_len, has_past=has_past)
 
     def run(self) -> FixedCaches:
         shown, hiding = self._shown()
@@ -221,12 +221,8 @@ class _Rewrite:
         with graph.inserting_before(next(iter(graph.nodes))):
             kv_len = graph.placeholder("kv_len")
         kv_len.meta["val"] = self._mode.from_tensor(torch.tensor(0))
-        results = []
-        with graph.inserting_before(output):
-            for mask in output.args[0]:
-                assert isinstance(mask, Node)
-                results.append(inline(graph, shows_behind, (mask, kv_len), mask))
-        output.args = (tuple(results),)
+        found = output.all_input_nodes
+        output.args = (tuple(inline(shows_behind, (mask, kv_len), output) for mask in found),)
         finish(part.graph)
         eliminate_dead_code(self._graph)
         return part, hiding
@@ -302,13 +298,11 @@ class _Rewrite:
     def _past_of(self, side: Written, new: Node) -> Node:
         """The input of the tokens before this call's: the buffer; values of a pair have one of their own."""
         buffer: Any = side.buffer
-        whole = value_of(buffer)
         past = buffer if side.side == 0 else add_placeholder(self._graph, f"{buffer.name}_values", None)
         sizes = list(shape_of(new) or ())
         sizes[2] = side.capacity - 1 if side.before is Tokens.FULL else self._length
-        with self._mode, torch.no_grad():
-            value = torch.empty(sizes, dtype=whole.dtype, device=whole.device)
-        past.meta = {k: v for k, v in buffer.meta.items() if k not in ("tensor_dict", "val")} | {"val": value}
+        kept = {k: v for k, v in buffer.meta.items() if k != "tensor_dict"}
+        past.meta = kept | {"val": value_of(buffer).new_empty(sizes)}
         self._past[_key(side)] = past
         return past
 

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Interpreter, Node
-from torch.fx.node import map_aggregate, map_arg
 
 from specache_fx.capture.attention.random_numbers import Numbers
 from specache_fx.capture.graph.graph_slices import ancestors, extract
 from specache_fx.capture.graph.graph_utils import (
-    END,
     cut_of,
     is_float,
     is_static_input,
+    largest_number,
     shape_of,
     symbols_of,
     target_name,
     value_of,
 )
+from specache_fx.capture.graph.segments import Segment
 from specache_fx.runtime.handle_form import MOST_DIMS
 
 _MOVES = {
@@ -44,7 +43,7 @@ class Operand:
     Attributes:
         node: `[batch, num_heads, tokens, channels]`, or with batch and heads in one dimension.
         reader: The SDPA or the product that reads it.
-        num_heads: Of these; None where they can't be told from the batch, and are those of the cache.
+        num_heads: Of these; None where they can't be told from the batch.
         transposed: Channels come before tokens.
     """
 
@@ -88,41 +87,26 @@ class MovedPart:
         inside = ancestors([*self._reads, *self.related], leaves)
         self.nodes = [node for node in gm.graph.nodes if node in inside]
         self._leaves = [node for node in self.nodes if node in leaves]
-        self._places = {node: i for i, node in enumerate(self.nodes)}
 
     def signature(self, more: Iterable[Node | None] = ()) -> Any:
         """Equal for parts that do the same, and whose nodes `more` are in the same places; symbols of sizes apart."""
-        names: dict[str, str] = {}
-
-        def text(value: Any) -> str:
-            return re.sub(
-                r"\b[suz]\d+\b", lambda found: names.setdefault(found[0], f"#{len(names)}"), str(value)
-            )
-
-        def place(node: Node) -> str:
-            return f"%{self._places[node]}"
-
-        def line(node: Node) -> Any:
-            value = value_of(node)
-            size = text((value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else value)
-            if node in self._leaves:
-                return node.op == "placeholder", is_static_input(node), size
-            return str(node.target), text(map_arg((node.args, node.kwargs), place)), size
-
-        reads = [(place(each.node), each.num_heads, each.transposed) for each in self._operands]
-        ends = [*map(self._places.get, (*self.related, *more))]
-        return str([*map(line, self.nodes), reads, ends])
+        ends = (
+            *self._reads,
+            *self.related,
+            *(node for node in more if node is not None and node in self.nodes),
+        )
+        may_be_past = {
+            leaf for leaf in self._leaves if leaf.op == "placeholder" and not is_static_input(leaf)
+        }
+        inner = (node for node in self.nodes if node not in self._leaves)
+        part = Segment(tuple(inner), tuple(self._leaves), ends)
+        reads = ((each.num_heads, each.transposed) for each in self._operands)
+        return part.fingerprint(may_be_past, with_offsets=False), str([*reads])
 
     def most(self) -> int:
         """The largest number that says which elements are moved."""
-        numbers = [0]
-        for node in self.nodes:
-            if node in self._leaves or (is_float(node, MOST_DIMS) and cut_of(node) is None):
-                continue
-            map_aggregate(
-                (node.args, node.kwargs), lambda each: numbers.append(each) if type(each) is int else None
-            )
-        return max(abs(number) for number in numbers if abs(number) < END)
+        computed = (node for node in self.nodes if is_float(node, MOST_DIMS) and cut_of(node) is None)
+        return largest_number({*self.nodes} - {*self._leaves, *computed})
 
     def rooms(self, buffers: Collection[Node | None]) -> list[tuple[Any, int]]:
         """Open sizes of buffers, and how many rows they are to have."""

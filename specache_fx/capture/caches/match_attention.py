@@ -22,9 +22,9 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from specache_fx.capture.caches.cache_side import side_of, without_repeat
+from specache_fx.capture.caches.cache_side import other_reader, side_of, without_repeat
 from specache_fx.capture.caches.expansion import find_expansion
-from specache_fx.capture.caches.reading import Reading, check_between, readings_of
+from specache_fx.capture.caches.reading import Reading, readings_of
 from specache_fx.capture.caches.unknown_forms import unknown_forms
 from specache_fx.capture.graph.graph_slices import ancestors
 from specache_fx.capture.graph.graph_utils import (
@@ -36,6 +36,7 @@ from specache_fx.capture.graph.graph_utils import (
     same_sizes,
     shape_of,
     source_of,
+    target_name,
     value_of,
 )
 from specache_fx.capture.graph.left_alone import BREAKS, GROW, LEAVE, LeaveAlone
@@ -43,6 +44,7 @@ from specache_fx.capture.positions.find_token import Token
 from specache_fx.capture.program import AttentionCore, AttentionSite, Phase, Refusal, Side
 from specache_fx.config import SpecacheConfig
 from specache_fx.runtime.handle import unfit_reason
+from specache_fx.runtime.layout import LayerShape
 
 
 def _comes_whole(core: AttentionCore) -> bool:
@@ -82,17 +84,16 @@ def _match(
     one_query = value_of(core.query).shape[2] == 1
     if owner is not None and keys.past is not None and one_query and core.mask is not owner.core.mask:
         raise LeaveAlone(f"it reads the cache of attention `{owner.core.node.name}` with another mask")
-    check_between(reading, inside)
-    k, v = value_of(keys.root), value_of(values.root)
+    for node in reading.inside - core.inner:
+        if (user := other_reader(node, inside)) is not None:
+            raise LeaveAlone(f"`{user.name}` ({target_name(user)}) reads its `{node.name}` too")
+    k, v = (value_of(side.root).shape for side in (keys, values))
     return AttentionSite(
         layer=len(owners) // 2 if owner is None else owner.layer,
         core=replace(core, scale=float(core.scale)),  # a symbol where head_dim is open (dynamic=True)
         keys=keys,
         values=values,
-        num_kv_heads=int(k.shape[1]),
-        key_dim=int(k.shape[-1]),
-        value_dim=int(v.shape[-1]),
-        source=source_of(core.node),
+        shape=LayerShape(int(k[1]), int(k[-1]), int(v[-1]), keys.window),
         shared=owner is not None,
         expansion=find_expansion(gm, reading) if reading.is_expanded else None,
     )
@@ -290,15 +291,12 @@ def _drop_half_shared(
 ) -> tuple[list[AttentionSite], list[Refusal]]:
     """Leave attentions alone whose cache is also read by one that is left alone: it would read handles."""
     matched = {site.core.node for site in sites}
-
-    def stranger(site: AttentionSite) -> Node | None:
-        both = readers[site.keys.root] + readers[site.values.root]
-        return next((reader.core.node for reader in both if reader.core.node not in matched), None)
-
     kept: list[AttentionSite] = []
     refusals: list[Refusal] = []
     for site in sites:
-        if (other := stranger(site)) is None:
+        both = readers[site.keys.root] + readers[site.values.root]
+        other = next((reader.core.node for reader in both if reader.core.node not in matched), None)
+        if other is None:
             kept.append(site)
         else:
             reason = f"its cache is also read by attention `{other.name}`, which is left alone"

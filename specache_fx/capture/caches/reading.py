@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from torch.fx import GraphModule, Node
 
 from specache_fx.capture.caches.cache_side import returned_of, why_not_cached, without_repeat
-from specache_fx.capture.graph.graph_slices import ancestors
+from specache_fx.capture.graph.graph_slices import ancestors, between
 from specache_fx.capture.graph.graph_utils import (
-    reads_shape_only,
     same_sizes,
     shape_of,
     source_of,
@@ -73,7 +72,7 @@ def _reading_of(core: AttentionCore, caches: Sequence[Node], stops: set[Node], o
     core = replace(core, key=without_repeat(core.key), value=without_repeat(core.value))
     sides = core.key, core.value
     if all(side in caches for side in sides):
-        return Reading(core, *sides, core.inner | _made_from(sides, ancestors(operands, stops)))
+        return Reading(core, *sides, core.inner | {*between(sides, operands, stops)}.difference(sides))
     needed = ancestors(sides, stops)
     made = "its keys and values are computed in each step from"
     cached = [node for node in caches if node in needed and any(_same_tokens(node, side) for side in sides)]
@@ -85,8 +84,8 @@ def _reading_of(core: AttentionCore, caches: Sequence[Node], stops: set[Node], o
         raise LeaveAlone(f"{made} what is cached ({names}), which is not a pair of tensors")
     if more := (needed & stops).difference(caches):
         raise LeaveAlone(f"{made} what is cached and from another attention (`{more.pop().name}`)")
-    between = _made_from(cached, ancestors(operands, stops))
-    for node in between:
+    made_from = {*between(cached, operands, stops)}.difference(cached)
+    for node in made_from:
         # It may be all there is of a prompt, and fewer of what comes after it: a window over a cache that keeps more.
         if target_name(node) == "slice" and len(shape_of(node) or ()) == 4 and node.args[1] in (2, -2):
             raise LeaveAlone(
@@ -97,33 +96,10 @@ def _reading_of(core: AttentionCore, caches: Sequence[Node], stops: set[Node], o
     rest = next(node for node in cached if node is not latent)
     if rest in for_value:  # both are needed for both: as the model returns them
         rest, latent = cached
-    return Reading(core, rest, latent, core.inner | between)
-
-
-def _made_from(caches: Sequence[Node], needed: set[Node]) -> set[Node]:
-    """The nodes among `needed` whose numbers come from the caches; not what computes a shape."""
-    made, work = set[Node](), list(caches)
-    while work:
-        node = work.pop()
-        more = [user for user in node.users if user in needed and not reads_shape_only(user)]
-        work.extend(user for user in more if user not in made)
-        made.update(more)
-    return made
+    return Reading(core, rest, latent, core.inner | made_from)
 
 
 def _same_tokens(cache: Node, side: Node) -> bool:
     """Whether a cache has a row for each row of keys or values."""
     one, other = shape_of(cache) or (), shape_of(side) or ()
     return len(one) == len(other) == 4 and same_sizes(one[2:3], other[2:3])
-
-
-def check_between(reading: Reading, inside: set[Node]) -> None:
-    """Make sure that nothing but attentions needs what is computed from the cache.
-
-    Raises:
-        LeaveAlone: Names what does.
-    """
-    for node in reading.inside - reading.core.inner:
-        for user in node.users:
-            if user not in inside and not reads_shape_only(user):
-                raise LeaveAlone(f"`{user.name}` ({target_name(user)}) reads its `{node.name}` too")

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
-from specache_fx.capture.graph.graph_utils import placeholders, target_name, value_of
+from specache_fx.capture.graph.graph_utils import placeholders, reads_shape_only, target_name, value_of
 from specache_fx.capture.graph.segments import Segment
 from specache_fx.runtime.graph_part import Part
 from specache_fx.runtime.ops import SDPA
@@ -28,6 +28,22 @@ def ancestors(nodes: Iterable[Node], stop: Iterable[Node] = ()) -> set[Node]:
             if node not in ends:
                 work.extend(node.all_input_nodes)
     return seen
+
+
+def between(starts: Iterable[Node], ends: Iterable[Node], stop: Iterable[Node] = ()) -> list[Node]:
+    """Some nodes of a graph, and in order what is computed from their numbers on the way to others, these included.
+
+    Nothing behind the nodes in `stop` counts.
+    """
+    found, needed = dict.fromkeys(starts), ancestors(ends, stop)
+    for node in next(iter(found)).graph.nodes if found else ():
+        if (
+            node in needed
+            and not found.keys().isdisjoint(node.all_input_nodes)
+            and not reads_shape_only(node)
+        ):
+            found[node] = None
+    return list(found)
 
 
 def extract(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.node import map_aggregate
 from torch.nn.attention import flex_attention
 
 from specache_fx.runtime import handle_tensor
@@ -176,6 +178,15 @@ def cut_of(node: Any) -> tuple[int, Any, Any, Any] | None:
     dim, start, end, step = filled
     dims = shape_of(node) or ()
     return dim % len(dims), 0 if start is None else start, END if end is None else end, step
+
+
+def largest_number(nodes: Iterable[Node]) -> int:
+    """The largest integer among the arguments of some nodes, without its sign; ends of whole slices left out."""
+    numbers = [0]
+    for node in nodes:
+        given = (node.args, node.kwargs)
+        map_aggregate(given, lambda each: numbers.append(abs(each)) if type(each) is int else None)
+    return max(number for number in numbers if number < END)
 
 
 def newest(node: Any, dim: int = 2) -> int | None:

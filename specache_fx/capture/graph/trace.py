@@ -46,7 +46,6 @@ from specache_fx.capture.graph.graph_edit import (
     fake_mode_of,
     finish,
     make_module,
-    origin_of,
 )
 from specache_fx.capture.graph.graph_slices import eliminate_dead_code, writes_in_place
 from specache_fx.capture.graph.graph_utils import (
@@ -158,38 +157,30 @@ def _functional_graph(function: Callable[..., Any], inputs: Sequence[Any]) -> Gr
         return traced
 
 
-def inline(graph: Graph, function: Callable[..., Any], operands: Sequence[Any], origin: Node) -> Node:
-    """Insert what a function of tensors computes at the graph's insertion point.
+def inline(
+    function: Callable[..., Any], operands: Sequence[Any], before: Node, calls: CallsOnce | None = None
+) -> Node:
+    """Insert what a function of tensors computes.
 
     Args:
-        graph: A functional graph.
         function: Returns a tensor.
-        operands: Its arguments: nodes and constants.
-        origin: The node that this stands for, see `call`.
+        operands: Its arguments: nodes of a functional graph, and constants.
+        before: The node before which calls are inserted, and that they stand for.
+        calls: Has made calls already, which are left out.
     """
-    traced, copied = _graph_of(function, operands)
-    result: Any = graph.graph_copy(traced, copied)
-    for old, new in copied.items():
-        if old.op == "call_function":
-            new.meta = {"val": value_of(old)} | origin_of(origin)
-    return result
-
-
-def inline_once(
-    calls: CallsOnce, function: Callable[..., Any], operands: Sequence[Any], origin: Node
-) -> Node:
-    """Insert what a function of tensors computes before `origin`, calls that `calls` has made already left out."""
+    calls = CallsOnce() if calls is None else calls
     traced, copied = _graph_of(function, operands)
     for node in traced.nodes:
         if node.op != "call_function":
             continue
         args, kwargs = map_arg((node.args, node.kwargs), copied.__getitem__)
         if node.target is aten.sym_size.int:
-            copied[node] = calls.size(origin, *args)
+            copied[node] = calls.size(before, *args)
         elif node.target is aten._to_copy.default and not node.all_input_nodes:  # of a number, by vmap
             copied[node] = args[0]
         else:
-            copied[node] = calls.call(origin, node.target, *args, **kwargs)
+            made = copied[node] = calls.call(before, node.target, *args, **kwargs)
+            made.meta.setdefault("val", value_of(node))  # of a call without tensors
     (result,) = traced.output_node().args
     return copied[result]  # type: ignore[index]
 

@@ -70,7 +70,6 @@ def find_sources(
             counts.add(i)
         fixed = fixed.union(*map(symbols_of, shape))
     lengths, of_lengths = _lengths(inputs, windows, growing, fixed)
-    fixed_length = all(not symbols_of(_kv_len(inputs[i])) for i in growing)
     return Sources(
         counts=frozenset(counts | lengths),
         masks=frozenset(masks),
@@ -78,8 +77,7 @@ def find_sources(
         max_lengths=windows
         | of_lengths
         | {inputs.index(node): most for node, most in masks_of_windows.items()},
-        knows_next=bool(counts | lengths) or not fixed_length,
-        fixed_length=fixed_length,
+        fixed_length=all(not symbols_of(_kv_len(inputs[i])) for i in growing),
     )
 
 

@@ -18,17 +18,18 @@ NO_LOGITS = "this graph returns no logits over its vocabulary"
 
 
 def effect_of(graph: Graph, outside: Collection[Node] = ()) -> str | None:
-    """The first effect of a graph beside its results, but for calls that are taken `outside`: a reason for one lane."""
+    """The first effect of a graph beside its results, but for calls that are taken `outside`: a reason for one lane.
+
+    Lanes and pre-decode run what is in the graph for a token that may never come: state would move twice.
+    """
     if changed := mutated_inputs(graph):
         return f"the model updates a state of its own (`{changed[0].name}`)"
-    calls = (node for node in graph.nodes if node.op == "call_function" and node not in outside)
-    effects = (node for node in calls if has_effect(node) and not draws_random_numbers(node))
-    return next((f"the model calls `{node.name}` for its effect" for node in effects), None)
-
-
-def drawn_in(graph: Graph) -> str | None:
-    """An operation that draws random numbers."""
-    return next((node.name for node in graph.nodes if draws_random_numbers(node)), None)
+    for node in graph.nodes:
+        if node.op == "call_function" and node not in outside and has_effect(node):
+            if draws_random_numbers(node):
+                return f"the model draws random numbers (`{node.name}`), and would draw more of them"
+            return f"the model calls `{node.name}` for its effect"
+    return None
 
 
 def single_lane(
@@ -38,9 +39,8 @@ def single_lane(
     token: Node | None,
     logits: int | None,
     kept_cache: str | None,
-    asserts: Collection[Node],
 ) -> str | None:
-    """The reason for one token at a time in a decode graph; None where it can compute two.
+    """The reason for one token at a time in a decode graph without effects; None where it can compute two.
 
     Args:
         graph: The graph.
@@ -49,13 +49,7 @@ def single_lane(
         token: The token ids.
         logits: Position of the logits among `kept`.
         kept_cache: A cache that is left alone, and so goes on growing in the graph.
-        asserts: Assertions that are taken out of the graph.
     """
-    if effect := effect_of(graph, asserts):
-        # Lanes and pre-decode run what is in the graph for a token that may never come: state would move twice.
-        return effect
-    if drawn := drawn_in(graph):
-        return f"the model draws random numbers (`{drawn}`), and would draw more of them"
     if token is None:
         return NO_TOKENS
     if kept_cache is not None:

@@ -97,7 +97,7 @@ def matched(
 def expansion_of(model: Latent, program: Program) -> Expansion:
     (site,) = program.sites
     assert not program.refusals
-    assert (site.num_kv_heads, site.key_dim, site.value_dim) == (1, ROPE, LATENT)
+    assert site.shape[:3] == (1, ROPE, LATENT)
     assert site.expansion is not None
     return site.expansion
 

@@ -127,7 +127,7 @@ def test_heads_that_spelt_out_attention_repeats_in_turn_are_groups(with_bias: bo
     pasts = (torch.randn(2, 2, 5, 8) for _ in range(2))
     _, _, program, _ = run(pair, Q, K.transpose(1, 2).contiguous(), *pasts)
     (site,) = program.sites
-    assert (site.expansion, site.num_kv_heads, site.core.is_turned) == (None, 2, True)
+    assert (site.expansion, site.shape.num_kv_heads, site.core.is_turned) == (None, 2, True)
 
 
 def test_repeated_heads_without_a_batch_are_rows_with_groups() -> None:
@@ -138,7 +138,7 @@ def test_repeated_heads_without_a_batch_are_rows_with_groups() -> None:
 
     _, _, program, _ = run(batchless, Q[0], K[0].transpose(0, 1).contiguous(), *torch.randn(2, 2, 5, 8))
     (site,) = program.sites
-    assert (shape_of(site.core.query), site.num_kv_heads) == ((2, 2, 1, 8), 1)
+    assert (shape_of(site.core.query), site.shape.num_kv_heads) == ((2, 2, 1, 8), 1)
 
 
 @pytest.mark.parametrize("rotated", [8, 4])  # of 8 channels: a part of them is a cat, but none of tokens

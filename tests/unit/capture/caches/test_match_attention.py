@@ -162,7 +162,11 @@ REASONS: dict[str, tuple[Callable[..., Any], str, str]] = {
 def test_plain_attention_is_matched() -> None:
     program = match(plain)
     assert (program.phase, len(program.sites), program.refusals) == (Phase.DECODE, 1, ())
-    assert (program.sites[0].num_kv_heads, program.sites[0].key_dim, program.sites[0].core.scale) == (
+    assert (
+        program.sites[0].shape.num_kv_heads,
+        program.sites[0].shape.key_dim,
+        program.sites[0].core.scale,
+    ) == (
         2,
         8,
         8**-0.5,
@@ -288,7 +292,7 @@ def test_one_mask_that_is_expanded_over_heads_is_one_mask() -> None:
 
 def test_heads_that_views_repeat_are_groups() -> None:
     (site,) = match(after(heads_repeated_by_views)).sites
-    assert site.expansion is None and site.num_kv_heads == 2
+    assert site.expansion is None and site.shape.num_kv_heads == 2
 
 
 def filled_from_a_tensor(q: Tensor, keys: Tensor, values: Tensor, fill: Tensor, number: float | None) -> Any:
@@ -333,13 +337,11 @@ def test_absorbed_latents_are_named_by_the_softmax_that_reads_them() -> None:
         return absorbed(q, k, v, latent[:, None], rotary[:, None])
 
     q, k, v, past, other = tensors()
-    refusals = match(step, q, k, v, past[:, 0], other[:, 0]).refusals
-    assert len(refusals) == 2
-    for refusal in refusals:
-        assert re.search(
-            r"its cache has shape .*, and `\w+` \(_softmax, .* reads it in another form", refusal.message
-        )
-        assert "latents that grow by cat as [batch, 1, kv_len, dim]" in refusal.remedy
+    (refusal,) = match(step, q, k, v, past[:, 0], other[:, 0]).refusals
+    assert re.search(
+        r"its cache has shape .*, and `\w+` \(_softmax, .* reads it in another form", refusal.message
+    )
+    assert "latents that grow by cat as [batch, 1, kv_len, dim]" in refusal.remedy
     (site,) = match(expanded, q, k[:, :1], v[:, :1], past[:, :1], other[:, :1]).sites
     assert site.expansion is not None
 
