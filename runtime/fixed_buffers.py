@@ -50,13 +50,15 @@ def _mode_of(buffer: torch.Tensor) -> Iterator[None]:
 
 
 def hold(buffers: Sequence[torch.Tensor], issued: Sequence[torch.Tensor], extents: Sequence[Extent]) -> None:
-    """Make buffers handles of a session, whose memory they so give back.
+    """Make buffers handles of a session, whose memory they so give back; nothing where they are these handles already.
 
     Args:
         buffers: Tensors of any shape, by slot: that of a pair twice.
         issued: Handles of the session, one for each.
         extents: Sizes of each buffer.
     """
+    if buffers[0].untyped_storage()._cdata == issued[0].untyped_storage()._cdata:
+        return
     # Rows of no sequence lie behind the others, over what the storage has there.
     spare = [max(extent.rows - handle.shape[0], 0) for extent, handle in zip(extents, issued, strict=True)]
     room = [
@@ -79,11 +81,6 @@ def hold(buffers: Sequence[torch.Tensor], issued: Sequence[torch.Tensor], extent
         held = mark(buffer, issued[slot].lease)  # type: ignore[attr-defined]
         held.version = _version(buffer)
         slot += count
-
-
-def are_held(buffers: Sequence[torch.Tensor], issued: Sequence[torch.Tensor]) -> bool:
-    """Whether buffers are handles of the session that has issued these already."""
-    return buffers[0].untyped_storage()._cdata == issued[0].untyped_storage()._cdata
 
 
 def tokens(

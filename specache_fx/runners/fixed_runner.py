@@ -189,8 +189,7 @@ def _finish(
         else args[buffer.place]
         for buffer, handle in zip(plan.buffers, issued, strict=True)
     ]
-    if not fixed_buffers.are_held(buffers, issued):
-        fixed_buffers.hold(buffers, issued, extents)
+    fixed_buffers.hold(buffers, issued, extents)
     for buffer, tensor in zip(plan.buffers, buffers, strict=True):
         for i in buffer.outputs:
             outs[i] = tensor
