@@ -34,7 +34,7 @@ from specache_fx.capture.program import Phase, Program, Refusal, merged_messages
 from specache_fx.config import SpecacheConfig
 from specache_fx.direct.traced_values import Values, values_behind
 from specache_fx.dynamo import dynamo_hooks, graph_breaks
-from specache_fx.dynamo.retrace import count_as_growing, trace_as_growing
+from specache_fx.dynamo.retrace import trace_as_growing
 from specache_fx.errors import ConfigError, SpecacheError, UnsupportedGraphError
 from specache_fx.lowering import Compiled, example_state, layer_form, lower, lower_prompt
 from specache_fx.passes.pipeline import BINDING_PASSES, OPTIONAL, Observer, run_passes
@@ -242,7 +242,7 @@ class _Compile:
         follows = has_past(reads)
         runner, plan = self._grown(graph, reads, follows)
         if plan is not None and plan.is_step:  # within Dynamo's trace, which may start over
-            count_as_growing(plan.rows)
+            trace_as_growing(Program(self._config, kv_lens=plan.rows), ())
         return FixedCacheRunner(make_later, follows, (runner, plan))
 
     def _grown(self, graph: GraphModule, reads: Sequence[BufferRead], has_past: bool) -> Growing:

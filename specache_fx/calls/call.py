@@ -98,6 +98,13 @@ class Call:
         return keys if isinstance(keys, Handle) else None
 
     @property
+    def handle_dtype(self) -> torch.dtype | None:
+        """Of a cache that has a session's own handles; None of copies, which lie otherwise, and of other caches."""
+        handle = self.first_handle
+        with bare():
+            return handle.dtype if handle is not None and is_laid_out(handle) else None
+
+    @property
     def session(self) -> Session | None:
         """The session of its cache."""
         handle = self.first_handle
@@ -122,8 +129,8 @@ class Call:
         """What tells one graph of a step from another, but for sizes; None of a step that Dynamo alone can trace."""
         if torch._C._len_torch_function_stack() or _len_torch_dispatch_stack():
             return None
-        handle = self.first_handle
-        if handle is None or not grows(self.cache) or has_own_methods(self.cache) or not is_laid_out(handle):
+        dtype = self.handle_dtype
+        if dtype is None or not grows(self.cache) or has_own_methods(self.cache):
             return None
         forms: list[Hashable] = []
         for name, value in sorted(self.given.items()):
@@ -143,7 +150,7 @@ class Call:
                 return None
         cast = torch.get_autocast_dtype(self.device) if torch.is_autocast_enabled(self.device) else None
         modes = torch.is_inference_mode_enabled(), cast, torch.get_default_dtype()
-        return (*forms, *modes, handle.dtype, *map(form_of, self.cache.layers))
+        return (*forms, *modes, dtype, *map(form_of, self.cache.layers))
 
     @property
     def kind(self) -> Hashable:

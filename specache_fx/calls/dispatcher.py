@@ -32,7 +32,6 @@ from specache_fx.calls.this_thread import having, here
 from specache_fx.config import SpecacheConfig
 from specache_fx.direct.direct_step import DirectSteps
 from specache_fx.errors import ConfigError
-from specache_fx.runtime.handle_form import is_laid_out
 from specache_fx.runtime.session import Session
 
 Prompts = Literal["auto", "traced", "untraced"]
@@ -118,8 +117,7 @@ class Dispatcher:
 
     def _step(self, call: Call) -> Any:
         """Decode one token of each row."""
-        # A name for one of the handles would keep it alive, and have the session forked.
-        is_moved = not is_laid_out(call.first_handle) and grows(call.cache)  # type: ignore[arg-type]
+        is_moved = call.handle_dtype is None and grows(call.cache)
         if is_moved and (past := call.take_past(self._config)):
             # Copies have another layout. A session's own handles need no graph of their own.
             put_handles(call.cache, past[1])

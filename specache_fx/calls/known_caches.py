@@ -32,11 +32,12 @@ def grows(cache: Any) -> bool:
     """Whether it is a cache whose layers all grow by concatenation, at one length."""
     if not _is_named(cache, "DynamicCache") or getattr(cache, "offloading", False):
         return False
-    known = (
-        _is_named(each, *_WITH_PAIRS, *_WITHOUT) and not getattr(each, "record_past", False)
-        for each in cache.layers
-    )
-    return all(known) and (not cache.layers or any(map(has_pairs, cache.layers)))
+    kinds = {type(each): each for each in cache.layers}.values()
+    if not all(_is_named(each, *_WITH_PAIRS, *_WITHOUT) for each in kinds):
+        return False
+    if any(getattr(each, "record_past", False) for each in cache.layers):
+        return False
+    return not kinds or any(map(has_pairs, kinds))
 
 
 def is_static(cache: Any) -> bool:
@@ -48,11 +49,8 @@ def is_static(cache: Any) -> bool:
 
 def has_own_methods(cache: Any) -> bool:
     """Whether a cache, or a layer, has a method of its own, which sees each update."""
-    return any(
-        callable(value) and not isinstance(value, type)
-        for each in (cache, *cache.layers)
-        for value in vars(each).values()
-    )
+    values = {type(value): value for each in (cache, *cache.layers) for value in vars(each).values()}
+    return any(callable(value) and not isinstance(value, type) for value in values.values())
 
 
 def has_pairs(layer: Any) -> bool:
@@ -91,13 +89,10 @@ def states_of(layer: Any) -> Iterator[tuple[str, Any, torch.Tensor]]:
 
 def form_of(layer: Any) -> tuple[Any, ...]:
     """What a step depends on of a layer, but for the pairs and how many there are."""
-    dicts = (value for value in vars(layer).values() if isinstance(value, dict))
-    states = (
-        (each.dtype, each.shape[1:]) if isinstance(each, torch.Tensor) else each
-        for value in dicts
-        for each in value.values()
-    )
-    return type(layer), getattr(layer, "sliding_window", None), *states
+    held = vars(layer)
+    states = [each for value in held.values() if isinstance(value, dict) for each in value.values()]
+    forms = [(each.dtype, each.shape[1:]) if isinstance(each, torch.Tensor) else each for each in states]
+    return type(layer), held.get("sliding_window"), *forms
 
 
 def length_of(layer: Any) -> int:

@@ -15,12 +15,14 @@ class _Here(threading.local):
 
     Attributes:
         filling: Caches that calls are filling.
+        frame: What Dynamo converts for this backend, with `f_code` and `f_globals`; None outside of that.
         mark: Marks sizes of a decode step's tensors as dynamic, where Dynamo traces it; None where none decodes.
         num_traces: Decode steps that Dynamo has traced.
         waits: A first step waits for its graph.
     """
 
     filling: tuple[Any, ...] = ()
+    frame: Any = None
     mark: Callable[[], object] | None = None
     num_traces = 0
     waits = False

@@ -32,7 +32,8 @@ from specache_fx.capture.graph.fake_results import FakeResults
 from specache_fx.capture.graph.graph_utils import STATIC, placeholders
 from specache_fx.capture.graph.recorder import NotDirect, Recorder
 from specache_fx.capture.graph.trace import trace
-from specache_fx.direct.model_twin import Contents, named_tensors, twins_of
+from specache_fx.direct.model_state import Contents, held_by
+from specache_fx.direct.model_twin import named_tensors, twins_of
 from specache_fx.errors import first_line
 
 CACHE = object()
@@ -69,9 +70,14 @@ class Input(NamedTuple):
         layer = layers[self.layer]
         return getattr(layer, self.name)[self.key] if self.kind == "state" else getattr(layer, self.kind)
 
+    def size(self, given: Mapping[str, Any], layers: Sequence[Any], dim: int) -> int:
+        """A size of it in a call, or the number that it is."""
+        value = self.read(given, layers)
+        return value if self.kind == _COUNT else int(value.shape[dim])
+
 
 class Validity:
-    """Sizes of a graph's inputs: symbols and constants, and what has to hold of them.
+    """Sizes of a graph's inputs, and what has to hold of them.
 
     Attributes:
         symbols: By what has such a size.
@@ -79,8 +85,7 @@ class Validity:
 
     def __init__(self) -> None:
         self.env, self.symbols = ShapeEnv(), dict[Any, Any]()
-        self._places: dict[str, list[tuple[Input, int]]] = {}  # of each symbol
-        self._constants: list[tuple[Input, int, int]] = []
+        self._places: dict[str | int, list[tuple[Input, int]]] = {}  # of each symbol, and of each constant
         self._holds: Callable[..., bool]
 
     def size(self, what: Any, value: int, where: Input, dim: int) -> Any:
@@ -98,29 +103,27 @@ class Validity:
 
     def constant(self, value: int, where: Input, dim: int) -> int:
         """A size that calls of this graph have."""
-        self._constants.append((where, dim, value))
+        self._places.setdefault(value, []).append((where, dim))
         return value
 
     def take_guards(self) -> None:
         """Take what the trace has found to hold, as `ShapeEnv` evaluates it."""
         guards = [f"({PythonPrinter().doprint(guard.expr)})" for guard in self.env.guards]
-        code = f"lambda {', '.join(self._places)}: {' and '.join(guards) or True}"
+        names = (size for size in self._places if isinstance(size, str))
+        code = f"lambda {', '.join(names)}: {' and '.join(guards) or True}"
         self._holds = eval(code, dict(SYMPY_INTERP))
 
     def values(self, given: Mapping[str, Any], layers: Sequence[Any]) -> dict[str, int] | None:
         """The symbols' values in a call; None where the graph does not hold for it."""
-
-        def size_at(where: Input, dim: int) -> int:
-            value = where.read(given, layers)
-            return value if where.kind == _COUNT else int(value.shape[dim])
-
-        if any(size_at(where, dim) != size for where, dim, size in self._constants):
-            return None
-        found = [[size_at(*place) for place in places] for places in self._places.values()]
-        if any(min(sizes) < 2 or min(sizes) != max(sizes) for sizes in found):
-            return None
-        values = dict(zip(self._places, (sizes[0] for sizes in found), strict=True))
-        return values if self._holds(*values.values()) else None
+        values: dict[str, int] = {}
+        for size, places in self._places.items():
+            found = {where.size(given, layers, dim) for where, dim in places}
+            value = found.pop()
+            if found or (value < 2 if isinstance(size, str) else value != size):
+                return None
+            if isinstance(size, str):
+                values[size] = value
+        return values if self._holds(**values) else None
 
 
 class Output(NamedTuple):
@@ -287,15 +290,19 @@ def _run(
     cache, weights = fakes.cache, {at.name: fake for at, fake in fakes.found.items() if at.kind == "weight"}
     arguments = {name: fakes.found.get(Input("argument", name), value) for name, value in given.items()}
     twins, layers = twins_of(module, weights), list(cache.layers)
-    contents = Contents([*twins, cache, *layers])
+    before = [{**vars(layer)} for layer in layers]
+    contents = Contents(held_by(map(vars, (*twins, cache, *layers))))
     out = twins[0](**{**arguments, "past_key_values": cache})
-    counting = []
-    for owner, name, old, new in contents.changes():
-        i = next((i for i, layer in enumerate(layers) if layer is owner), None)
-        if i is not None and name == _COUNT and new == old + 1:
-            counting.append(i)
-        elif i is None or name not in _PAIR:
-            raise NotDirect(f"its forward changes {name} of {type(owner).__name__}")
+    pairs = [getattr(layers[at.layer], at.kind) for at in fakes.found if at.kind in _PAIR]
+    filled = [at.layer for at in fakes.found if at.kind == "keys"]
+    counting = [
+        i for i in filled if _COUNT in before[i] and layers[i].cumulative_length == before[i][_COUNT] + 1
+    ]
+    for i in filled:
+        taken = (*_PAIR, _COUNT) if i in counting else _PAIR
+        vars(layers[i]).update({name: before[i][name] for name in taken})
+    if not contents.is_same():
+        raise NotDirect("its forward changes what it holds")
     leaves, tree = pytree.tree_flatten(out, is_leaf=lambda each: each is cache)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     places = map(Result, range(len(tensors)))
@@ -306,8 +313,6 @@ def _run(
             leaves[i] = CACHE
         elif not isinstance(leaf, (bool, str, type(None))):
             raise NotDirect(f"its output has a {type(leaf).__name__}")
-    pairs = [getattr(layers[at.layer], at.kind) for at in fakes.found if at.kind in _PAIR]
-    filled = [at.layer for at in fakes.found if at.kind == "keys"]
     return (*tensors, *pairs), Output(tree, leaves, filled, counting)
 
 

@@ -1,57 +1,69 @@
 """What a model's `forward` reads in Python, so that a graph of it is used no longer than that stays.
 
-    modules      attributes, parameters, buffers and children of each; no hooks
-    objects      those that they hold: configs, lists, dicts, and what these hold
+    modules      attributes, parameters, buffers, children and hooks of each
+    objects      those that they hold: configs, lists, dicts, sets, and what these hold
     classes      of all modules, down to `nn.Module`: a method may be replaced
     globals      of the files that define them, and of those that all of them use
+      -> dicts, lists and sets, and what each of them holds: `Contents`
 
-A value counts as the same if it is the same object, or equal. So this needs no list of what a graph depends on, as
-Dynamo's guards are, and notices more than they do.
+So this needs no list of what a graph depends on, as Dynamo's guards are, and notices more than they do.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from operator import attrgetter, itemgetter
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
+from torch._C._dynamo import guards
 from torch.nn.modules import module as _modules
 
+from specache_fx.runners.base import inference
+
 _TRUSTED = ("torch", "transformers", "accelerate", "safetensors", "typing_extensions")
-# Of a model: what generate() notes, and what calls it. No graph depends on them.
-_OF_CALLS = frozenset(
-    (
-        *("_cache", "_compiled_call", "_compiled_call_impl", "_last_compile_config"),
-        *("_previous_max_cache_length", "generation_config", "warnings_issued"),
-    )
-)
+# Attributes of a module that no graph depends on: what generate() notes, what calls a model, and hooks that run with
+# gradients or where it is loaded.
+_UNREAD = {
+    *("_cache", "_compiled_call", "_compiled_call_impl", "_last_compile_config"),
+    *("_previous_max_cache_length", "generation_config", "warnings_issued"),
+    *(name for name in vars(nn.Module()) if name.endswith("_hooks")),
+} - {"_forward_hooks", "_forward_pre_hooks"}
 # What forward passes of transformers call in other files than their own.
 _FILES = (
     *("torch", "torch.nn.functional", "transformers.cache_utils", "transformers.integrations.sdpa_attention"),
     *("transformers.masking_utils", "transformers.modeling_rope_utils", "transformers.utils.generic"),
 )
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-)  # of a module; others run with gradients, or where it is loaded
-_dict_version = getattr(torch._C._dynamo.guards, "dict_version", None)
-_FORM = attrgetter("dtype", "device", "shape")
 _LEAVES = (
-    torch.Tensor,
-    nn.Module,
-    type,
-    FunctionType,
-    BuiltinFunctionType,
-    MethodType,
-    ModuleType,
-    str,
-    bytes,
+    *(torch.Tensor, nn.Module, type, FunctionType, BuiltinFunctionType, MethodType, ModuleType),
+    *(str, bytes, int, float, torch.SymInt, type(None)),
 )
+_PLAIN = (int, float, complex, str, bytes, torch.device)
+_DEPTH = 6  # of what a module's attributes hold
+_NOTHING = object()
+_dict_version = getattr(guards, "dict_version", None)
+
+
+class _PlainForms:
+    """Torch's guards of tensors, for a torch that has them no more."""
+
+    def __init__(self, *weights: torch.Tensor, **_: Any) -> None:
+        self._before = self._of(weights)
+
+    def check(self, *weights: torch.Tensor) -> bool:
+        """Whether dtypes, devices, sizes and strides are the same."""
+        return self._of(weights) == self._before
+
+    @staticmethod
+    def _of(weights: Sequence[torch.Tensor]) -> list[Any]:
+        return [(each.dtype, each.device, each.shape, each.stride()) for each in weights]
+
+
+_Forms: Any = getattr(guards, "TensorGuards", _PlainForms)
 
 
 def reason_against(module: nn.Module) -> str | None:
@@ -67,11 +79,11 @@ def reason_against(module: nn.Module) -> str | None:
     for name, each in module.named_modules():
         where = f"{type(each).__name__} {name}".strip()
         methods = (type(each), type(each).forward, type(each).__call__)
-        if not all(_is_trusted(method) for method in methods) or "forward" in vars(each):
+        if not all(map(_is_trusted, methods)) or "forward" in vars(each):
             return f"{where} runs code of neither torch nor transformers"
         if each.training:
             return f"{where} is in training mode"
-        if any(_is_own_code(value) for key, value in vars(each).items() if key not in _OF_CALLS):
+        if any(map(_is_own_code, _items(vars(each)).values())):
             return f"{where} has functions of neither torch nor transformers"
         tensors = (*each._parameters.values(), *each._buffers.values())
         if any(tensor is not None and type(tensor) not in (torch.Tensor, nn.Parameter) for tensor in tensors):
@@ -147,6 +159,77 @@ def has_hooks(module: nn.Module) -> bool:
     return _modules._has_any_global_hook() or any(True for _ in _hooks(module))
 
 
+class Contents:
+    """What dicts, lists and sets hold, as it is now.
+
+    Args:
+        holders: They, see `held_by`.
+    """
+
+    def __init__(self, holders: Iterable[Any]) -> None:
+        holders = list({id(each): each for each in holders}.values())
+        self._empty = [each for each in holders if not each]  # most of a module's
+        self._dicts = [each for each in holders if each and isinstance(each, dict)]
+        self._others = [(each, _items(each)) for each in holders if each and not isinstance(each, dict)]
+        self._versions = _versions_of(self._dicts)
+        self._before = list(map(_items, self._dicts))
+
+    def is_same(self) -> bool:
+        """Whether nothing has changed: each value is the same object, or a plain one that is equal."""
+        if any(self._empty) or not all(_holds(each, then) for each, then in self._others):
+            return False
+        versions = _versions_of(self._dicts)
+        if versions != self._versions:  # of a model's thousands, those that were written are read
+            numbers = zip(self._dicts, self._before, self._versions, versions, strict=True)
+            if not all(_holds(each, then) for each, then, before, number in numbers if before != number):
+                return False
+            self._versions = versions
+        return True
+
+
+def _holds(holder: Any, then: dict[Any, Any]) -> bool:
+    """Whether a dict, list or set holds what it did."""
+    now = _items(holder)
+    if len(now) != len(then) and "__name__" not in then:  # others are added to a file while Dynamo compiles
+        return False
+    return all(map(_is_same, then.values(), (now.get(name, _NOTHING) for name in then)))
+
+
+def _is_same(old: Any, new: Any) -> bool:
+    return old is new or (type(old) is type(new) and isinstance(old, _PLAIN) and old == new)
+
+
+def held_by(values: Iterable[Any]) -> Iterator[Any]:
+    """The dicts, lists and sets that values are or have, and that these hold."""
+    seen: dict[int, Any] = {}
+    for _ in range(_DEPTH):
+        level: dict[int, Any] = {}
+        for value in values:
+            if not isinstance(value, _LEAVES):
+                is_holder = isinstance(value, (dict, list, set, tuple))
+                holder = value if is_holder else getattr(value, "__dict__", ())
+                level[id(holder)] = holder
+        level = {key: each for key, each in level.items() if key not in seen}
+        seen |= level
+        values = [value for each in level.values() for value in _items(each).values()]
+    return (each for each in seen.values() if not isinstance(each, tuple))
+
+
+def _items(holder: Any) -> dict[Any, Any]:
+    """What a dict, list, set or tuple holds, but for attributes of a module that no graph depends on."""
+    if not isinstance(holder, dict):
+        return dict(enumerate(holder))
+    items = dict(holder.items())
+    for name in _UNREAD if "_modules" in items else ():
+        items.pop(name, None)
+    return items
+
+
+def _versions_of(dicts: Sequence[dict[Any, Any]]) -> list[Any]:
+    """A number of each that is another one after each write; where torch has no such numbers, one of each question."""
+    return [*map(_dict_version, dicts)] if _dict_version else [object() for _ in dicts]
+
+
 class ModelState:
     """What a model reads, as it is now.
 
@@ -155,89 +238,33 @@ class ModelState:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._modules, self._classes = list(module.modules()), _classes(module)
-        self._no_hooks = [
-            vars(each)[name] for each in self._modules for name in _HOOKS if not vars(each)[name]
-        ]
-        # Each dict, and what is read of it.
-        self._reads: list[tuple[dict[str, Any], Callable[[dict[str, Any]], Any]]] = []
-        self._lists: list[list[Any]] = []
-        self._seen: set[int] = set()
-        for each in self._modules:
-            kept = [name for name in vars(each) if name not in _OF_CALLS]
-            # Others are added to a model while it generates, and to a file while Dynamo compiles.
-            self._reads.append((vars(each), _values if len(kept) == len(vars(each)) else itemgetter(*kept)))
-            for name in kept:
-                if not name.endswith("_hooks"):
-                    self._watch(vars(each)[name], 0)
-        for file in _files(module):
-            self._reads.append((vars(file), itemgetter(*vars(file))))
-            for name, value in list(vars(file).items()):
-                if type(value) is dict and not name.startswith("__"):
-                    self._watch(value, 0)
-                elif type(value).__module__.partition(".")[0] == "transformers":
-                    # Functions of attention and masks are in such.
-                    for held in (value, *vars(type(value)).values()):
-                        if held is value or isinstance(held, dict):
-                            self._watch(held, 0)
-        self._dicts = [names for names, _ in self._reads]
-        # A module's `to()` gives its weights other numbers, and they stay the same objects.
-        self._weights = [*module.parameters(), *module.buffers()]
-        self._versions = _versions_of(self._dicts)
-        self._before = [read(names) for names, read in self._reads]
-        self._others = self._read_others()
+        self._modules, self._weights = list(module.modules()), [*module.parameters(), *module.buffers()]
+        self._types, files = list(map(type, self._modules)), list(map(vars, _files(module)))
+        methods = [
+            held for cls in _classes(module) for held in gc.get_referents(vars(cls))
+        ]  # no mere proxies
+        held = held_by([*map(vars, self._modules), *_tables(files)])
+        self._contents = Contents([*held, *methods, *files])
+        forms = {
+            "dynamic_dims_sizes": [list(each.shape) for each in self._weights],
+            "dynamic_dims_strides": [list(each.stride()) for each in self._weights],
+        }
+        with inference():
+            self._forms = _Forms(*self._weights, **forms)
 
     def is_same(self) -> bool:
         """Whether nothing has changed."""
-        if any(self._no_hooks) or _modules._has_any_global_hook():
+        if _modules._has_any_global_hook() or list(map(type, self._modules)) != self._types:
             return False
-        try:
-            return self._has_same_values() and self._read_others() == self._others
-        except (KeyError, RuntimeError, TypeError, ValueError):
-            return False  # a name is gone, or there are other objects, which don't compare
-
-    def _has_same_values(self) -> bool:
-        """Whether the dicts hold what they did; of a model's thousands, those that were written are read."""
-        versions = _versions_of(self._dicts)
-        if versions == self._versions:
-            return True
-        for i, (names, read) in enumerate(self._reads):
-            if versions[i] != self._versions[i] and read(names) != self._before[i]:
-                return False
-        self._versions = versions
-        return True
-
-    def _read_others(self) -> list[tuple[Any, ...]]:
-        return [
-            *map(tuple, self._lists),
-            *map(_values, map(vars, self._classes)),
-            tuple(map(type, self._modules)),
-            *(tuple(map(read, self._weights)) for read in (_FORM, torch.Tensor.stride)),
-        ]
-
-    def _watch(self, value: Any, depth: int) -> None:
-        """Watch what a value holds."""
-        if isinstance(value, _LEAVES) or id(value) in self._seen or depth > 4:
-            return
-        names = value if isinstance(value, dict) else getattr(value, "__dict__", None)
-        if isinstance(value, (list, tuple)):
-            inner = list(value)
-            if isinstance(value, list):
-                self._lists.append(value)
-        elif names is not None:
-            inner = list(names.values())
-            self._reads.append((names, _values))
-        else:
-            return
-        self._seen.add(id(value))
-        for each in inner:
-            self._watch(each, depth + 1)
+        with inference():  # of a fixed mode, which the check depends on
+            # A module's `to()` gives its weights other numbers, and they stay the same objects.
+            return self._forms.check(*self._weights) and self._contents.is_same()
 
 
-def _versions_of(dicts: Sequence[dict[str, Any]]) -> list[Any]:
-    """A number of each that is another one after each write; where torch has no such numbers, one of each question."""
-    return [*map(_dict_version, dicts)] if _dict_version else [object() for _ in dicts]
-
-
-def _values(names: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(names.values())
+def _tables(files: Iterable[dict[str, Any]]) -> Iterator[Any]:
+    """Globals that functions look something up in: of attention, of masks."""
+    for name, value in (item for file in files for item in [*file.items()]):
+        if type(value) is dict and not name.startswith("__"):
+            yield value
+        elif type(value).__module__.partition(".")[0] == "transformers":
+            yield from (value, *(each for each in vars(type(value)).values() if isinstance(each, dict)))

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 _DICTS = (dict, OrderedDict)
 _CONTAINERS = (*_DICTS, list, set)
-_NOTHING = object()
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -45,45 +44,3 @@ def twins_of(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> list[nn.
         vars(twins[id(each)]).update({name: copied(value) for name, value in vars(each).items()})
         vars(twins[id(each)])["_compiled_call_impl"] = None  # of a model in it, too
     return list(twins.values())
-
-
-class Change(NamedTuple):
-    """An attribute of an object, or an item of a container in it, that is another object now."""
-
-    owner: Any
-    name: Any
-    old: Any
-    new: Any
-
-
-class Contents:
-    """What objects hold as attributes, and in these that are containers.
-
-    Args:
-        objects: The objects.
-    """
-
-    def __init__(self, objects: Iterable[Any]) -> None:
-        self._before = [(each, _content(each)) for each in objects]
-
-    def changes(self) -> Iterator[Change]:
-        """What is other than at first."""
-        for each, then in self._before:
-            now = _content(each)
-            for name in {**then, **now}:
-                old, new = then.get(name, _NOTHING), now.get(name, _NOTHING)
-                if old is not new:
-                    yield Change(each, name, old, new)
-
-
-def _content(each: Any) -> dict[Any, Any]:
-    content: dict[Any, Any] = {}
-    for name, value in vars(each).items():
-        if type(value) in _DICTS:
-            content.update(((name, key), item) for key, item in value.items())
-        elif type(value) in _CONTAINERS:
-            content[name] = len(value)
-            content.update(((name, i), item) for i, item in enumerate(value))
-        else:
-            content[name] = value
-    return content

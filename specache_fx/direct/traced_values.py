@@ -236,11 +236,9 @@ def differing(model: nn.Module, values: Values) -> str | None:
     None of its code runs, whatever the names are.
     """
     for module, noted in values.items():
-        owner: Any = model
-        for name in module.split(".") if module else ():
-            owner = owner._modules.get(name) if isinstance(owner, nn.Module) else None
+        owner, rest = _owner_of(model, module)
         for attribute, value in noted.items():
-            mine = _plain_value(_at(owner, attribute)) or "nothing"
+            mine = (None if rest else _plain_value(_at(owner, attribute))) or "nothing"
             if mine != value:
                 name = " of ".join(filter(None, (attribute, module))) or "the model"
                 return f"has {mine} as {name}, not {value}"
@@ -249,13 +247,17 @@ def differing(model: nn.Module, values: Values) -> str | None:
 
 def tensor_of(model: nn.Module, name: str) -> torch.Tensor | None:
     """A parameter, buffer or other tensor of a model, by its `weight_name`."""
-    owner, rest = model, name.split(".")
-    while isinstance(inner := owner._modules.get(rest[0]), nn.Module) and len(rest) > 1:
-        owner, rest = inner, rest[1:]
-    last = ".".join(rest)
+    owner, last = _owner_of(model, name)
     found = owner._parameters.get(last, owner._buffers.get(last))
     found = _at(owner, last) if found is None else found
     return found if isinstance(found, torch.Tensor) else None
+
+
+def _owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The innermost module on the way to a name, and the rest of the name."""
+    first, _, rest = name.partition(".")
+    inner = model._modules.get(first)
+    return _owner_of(inner, rest) if isinstance(inner, nn.Module) else (model, name)
 
 
 def _at(owner: Any, attribute: str) -> Any:

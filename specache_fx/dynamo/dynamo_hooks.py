@@ -37,7 +37,7 @@ from torch._dynamo import convert_frame, symbolic_convert, variables
 from torch.fx import _symbolic_trace
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from specache_fx.calls.this_thread import tracing
+from specache_fx.calls.this_thread import having, tracing
 from specache_fx.compiled import backend_of
 from specache_fx.dynamo import graph_breaks
 
@@ -134,7 +134,7 @@ def _watch_frames(convert: Any) -> Any:
         is_ours = hasattr(backend, "given_up")
         with _settings(frame.f_code, is_ours=is_ours), contextlib.ExitStack() as noted:
             if is_ours:
-                noted.enter_context(graph_breaks.converting(frame))
+                noted.enter_context(having(frame=frame))
                 noted.enter_context(tracing())
             try:
                 return convert(self, frame, *args, skip=skip + 1, **kwargs)

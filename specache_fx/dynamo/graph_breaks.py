@@ -7,12 +7,10 @@ an attention that stands in such a frame.
 
 from __future__ import annotations
 
-import contextlib
 import dis
 import linecache
 import re
 import sys
-import threading
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -23,6 +21,7 @@ import torch
 from torch._dynamo.exc import Unsupported, UserError
 from torch.fx import GraphModule
 
+from specache_fx.calls.this_thread import here
 from specache_fx.capture.graph.left_alone import BREAKS, LEAVE
 from specache_fx.capture.positions.lanes import NO_LOGITS, NO_TOKENS
 from specache_fx.capture.program import Decoding, Program
@@ -109,7 +108,6 @@ class _Uncompiled:
 _breaks: dict[Place, Break] = {}  # by the line that the code behind goes on at, and by the code's first line
 _frames: dict[Place, _Uncompiled] = {}  # by the first line of the code
 _attentions: set[Place] = set()  # that were rewritten
-_here = threading.local()
 
 
 for _each in (_breaks, _frames, _attentions):
@@ -127,20 +125,9 @@ def note(code: CodeType, line: int, error: Exception) -> None:
     _breaks[code.co_filename, line] = _breaks[_first_line(code)] = _break(error)
 
 
-@contextlib.contextmanager
-def converting(frame: Any) -> Iterator[None]:
-    """While Dynamo converts a frame, of which it has `f_code` and `f_globals`."""
-    before, _here.frame = getattr(_here, "frame", None), frame
-    try:
-        yield
-    finally:
-        _here.frame = before
-
-
 def around(gm: GraphModule) -> Around:
     """Where a graph that is compiled now was broken off."""
-    traced = getattr(_here, "frame", None)
-    if traced is None:
+    if (traced := here.frame) is None:
         return Around()
     code: CodeType = traced.f_code
     resumed = _RESUMED.match(code.co_name)

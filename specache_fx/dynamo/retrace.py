@@ -71,19 +71,6 @@ def trace_as_growing(program: Program, inputs: Sequence[Node]) -> Program:
     return replace(program, decoding=replace(program.decoding, fixed_lengths=frozenset(lengths)))
 
 
-def count_as_growing(rows: Collection[int]) -> None:
-    """Have Dynamo start over where the rows that a token is written into are constants, which the module counts.
-
-    Args:
-        rows: The constant rows that a call writes (see `FixedCaches`).
-
-    Raises:
-        TraceAgain: If a count was not marked before.
-    """
-    if rows and _mark_counts(_fixed_lengths(rows)[0]):
-        raise TraceAgain(restart_reason="specache: the row that a token is written into is a variable")
-
-
 def _with_sizes_of_buffers() -> bool:
     """Have sizes of modules' buffers be no constants for the traces of this frame. Returns whether they were."""
     config: Any = torch._dynamo.config

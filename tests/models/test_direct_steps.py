@@ -21,6 +21,7 @@ from transformers import activations
 from transformers.models.llama import modeling_llama
 
 import specache_fx
+from specache_fx.direct import model_state
 from specache_fx.direct.direct_trace import trace_step
 from specache_fx.direct.model_state import ModelState, reason_against
 
@@ -190,9 +191,20 @@ def _factor(model: Any) -> None:
     model.model.rotary_emb.attention_scaling = 2.0
 
 
+def _own_forward(model: Any) -> None:
+    usual = model.forward
+
+    def twice(*args: Any, **kwargs: Any) -> Any:
+        out = usual(*args, **kwargs)
+        out.logits = 2 * out.logits
+        return out
+
+    model.forward = twice
+
+
 CHANGES: tuple[Callable[[Any], None], ...] = (
     *(_eps, _scaling, _weight, _weight_in_place, _child, _layer, _hook, _pre_hook, _method, _config),
-    *(_buffer, _factor, _class, _empty_dict, _transposed),
+    *(_buffer, _factor, _class, _empty_dict, _transposed, _own_forward),
 )
 
 
@@ -335,6 +347,42 @@ def test_a_hook_of_another_model_or_of_transformers_changes_nothing() -> None:
     dynamos = num_graphs() - num_direct()
     steps(model, past)
     assert (num_graphs() - num_direct(), num_direct()) == (dynamos, 2)
+
+
+@torch.no_grad()
+def test_a_hook_beside_one_of_transformers_runs() -> None:
+    model, plain = compiled(), build("llama")
+    past, expected = prompt(model), prompt(plain)
+    for each, cache in ((plain, expected), (model, past)):
+        steps(each, cache, 1, output_hidden_states=True)  # it leaves hooks of transformers'
+        steps(each, cache, 1)
+        assert each.model.layers[1]._forward_hooks
+        each.model.layers[1].register_forward_hook(lambda module, args, out: out.flip(-1))
+    assert num_direct() == 1
+    torch.testing.assert_close(steps(model, past), steps(plain, expected), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda each: each.__name__[1:])
+@torch.no_grad()
+def test_a_torch_without_versions_of_dicts_and_guards_of_tensors(
+    change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_state, "_dict_version", None)
+    monkeypatch.setattr(model_state, "_Forms", model_state._PlainForms)
+    model = build("llama")
+    state = ModelState(model)
+    assert state.is_same()
+    change(model)
+    assert state.is_same() is (change is _weight_in_place)  # the graph reads its numbers
+
+
+@torch.no_grad()
+def test_one_number_that_is_replaced_is_another_weight() -> None:
+    owner = nn.Linear(1, 1).eval()
+    state = ModelState(owner)
+    assert state.is_same()
+    owner.weight = nn.Parameter(owner.weight.clone())
+    assert not state.is_same()
 
 
 @torch.no_grad()

@@ -39,7 +39,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ),
     ("specache_fx.calls.static_cache",),
     ("specache_fx.calls.call", "specache_fx.direct.direct_trace"),
-    ("specache_fx.direct.model_twin",),
+    ("specache_fx.direct.model_state", "specache_fx.direct.model_twin"),
     ("specache_fx.dynamo.retrace",),
     ("specache_fx.dynamo.dynamo_hooks",),
     (
@@ -119,7 +119,6 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("specache_fx.report.progress",),
     ("specache_fx.config",),
     ("specache_fx.compiled", "specache_fx.saved.cache_tree"),
-    ("specache_fx.direct.model_state",),
     ("specache_fx.errors", "specache_fx._log"),
     ("specache_fx.resets",),
     (
