@@ -21,7 +21,7 @@ from specache_fx.calls.known_caches import is_static, length_of
 from specache_fx.errors import CacheHandleError
 from specache_fx.runners.base import inference
 from specache_fx.runtime import registry
-from specache_fx.runtime.fixed_buffers import Extent, are_intact, hold, refill, tokens
+from specache_fx.runtime.fixed_buffers import Extent, are_held, are_intact, hold, refill, tokens
 from specache_fx.runtime.handle_form import HEADS_FIRST
 from specache_fx.runtime.handle_tensor import Handle, bare
 
@@ -109,13 +109,14 @@ class GrowingCall:
             if (side.shape[1], side.shape[3]) != (buffer.shape[1], buffer.shape[3]):
                 raise CacheHandleError(_OTHER_FORM)
         with inference():
-            if all(isinstance(side, Handle) for side in sides):
-                hold(buffers, sides, [Extent(each.shape[2], each.shape[0], HEADS_FIRST) for each in buffers])
-            else:  # without a rewritten graph there are numbers: buffers are plain, with these tokens first
+            if not all(isinstance(side, Handle) for side in sides):
+                # Without a rewritten graph there are numbers: buffers are plain, with these tokens first.
                 whole = [torch.zeros(each.shape, dtype=each.dtype, device=each.device) for each in buffers]
                 for full, side in zip(whole, sides, strict=True):
                     full[: side.shape[0], :, : side.shape[2]] = side
                 refill(buffers, whole)
+            elif not are_held(buffers, sides):
+                hold(buffers, sides, [Extent(each.shape[2], each.shape[0], HEADS_FIRST) for each in buffers])
         for layer in self._static.layers:
             with torch.inference_mode(layer.cumulative_length.is_inference()):
                 layer.cumulative_length.add_(self._num_tokens)
