@@ -82,7 +82,7 @@ wheel: $(STAMP)
 	rm -rf $(WHEEL)
 	mkdir -p $(WHEEL)
 	git ls-files -z specache_fx passes runtime examples pyproject.toml README.md LICENSE | xargs -0 cp --parents -t $(WHEEL)
-	$(BIN)/python -P $(WHEEL)/runtime/cpp_build.py
+	$(BIN)/python -P $(WHEEL)/runtime/native/cpp_build.py
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist \
 	    --config-settings "--build-option=--plat-name=$(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_platform())')" $(WHEEL)
 

@@ -42,7 +42,7 @@ from specache_fx.capture.graph.graph_utils import placeholders, same_sizes, shap
 from specache_fx.capture.program import AttentionSite, Phase, Program
 from specache_fx.passes.base import Pass
 from specache_fx.runtime import ops  # noqa: F401  (registers torch.ops.specache)
-from specache_fx.runtime.step_table import empty_state
+from specache_fx.runtime.steps.step_table import empty_state
 
 STATE = "specache_state"
 _aten = torch.ops.aten

@@ -5,8 +5,8 @@
 
 That is a prompt, a piece of one or the next turn. A model that is given an `attention_mask` computes such a mask, 4 GB
 at 65,536 tokens, even where nothing is padding: only the numbers tell. The compiler fuses the test with what computes
-the mask, and nothing of it is kept. The operator reads the verdict (`runtime/prompt_masks.py`). `store` goes on reading
-the mask's last row. Keys and values are those of the kv heads: no copy for each query head is made.
+the mask, and nothing of it is kept. The operator reads the verdict (`runtime/graph/prompt_masks.py`). `store` goes on
+reading the mask's last row. Keys and values are those of the kv heads: no copy for each query head is made.
 
 Runs after `bind_cache`, on the attentions of `Program.rules`.
 """
@@ -25,7 +25,7 @@ from specache_fx.capture.graph.graph_utils import placeholders
 from specache_fx.capture.program import Program
 from specache_fx.passes.base import Pass
 from specache_fx.passes.bind_cache import STATE
-from specache_fx.runtime.prompt_masks import check_mask_rule
+from specache_fx.runtime.graph.prompt_masks import check_mask_rule
 
 _ATTENTION = torch.ops.specache.prompt_attention.default
 

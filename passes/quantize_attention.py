@@ -24,7 +24,7 @@ from specache_fx.capture.graph.graph_utils import shape_of
 from specache_fx.capture.program import Program
 from specache_fx.passes.base import Pass
 from specache_fx.passes.bind_cache import STATE
-from specache_fx.runtime.step_table import empty_state
+from specache_fx.runtime.steps.step_table import empty_state
 
 
 @Pass

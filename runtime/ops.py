@@ -29,10 +29,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specache_fx.runtime import decode_step, prompt_masks, registry
-from specache_fx.runtime.decode_step import DecodeStep
-from specache_fx.runtime.device_steps import DeviceSteps
+from specache_fx.runtime.graph import prompt_masks
 from specache_fx.runtime.native.products import MAX_WEIGHTS, by_blas
+from specache_fx.runtime.session import decode_step, registry
+from specache_fx.runtime.session.decode_step import DecodeStep
+from specache_fx.runtime.steps.device_steps import DeviceSteps
 from specache_fx.runtime.tracing import span
 
 _SIDES = "Tensor query, Tensor key, Tensor value"

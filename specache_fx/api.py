@@ -16,10 +16,10 @@ from specache_fx.compiled import backend_of, with_generators
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import CacheHandleError, ConfigError
 from specache_fx.report.session_stats import SessionStats, summarise
-from specache_fx.runtime import registry
-from specache_fx.runtime.handle_form import MOST_DIMS
-from specache_fx.runtime.host_blocks import check_host_dir
-from specache_fx.runtime.session import Session
+from specache_fx.runtime.handles.handle_form import MOST_DIMS
+from specache_fx.runtime.host.host_blocks import check_host_dir
+from specache_fx.runtime.session import registry
+from specache_fx.runtime.session.session import Session
 
 NO_CACHE = (
     "The argument of {function}() has no KV cache of specache in it. Give it the past_key_values of a compiled model,"

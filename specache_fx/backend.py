@@ -43,8 +43,8 @@ from specache_fx.runners.base import Extend, LeftAlone, Prefill, compiling
 from specache_fx.runners.border import AtBorder, UnwrapSubclasses
 from specache_fx.runners.decode_runner import Decode
 from specache_fx.runners.fixed_runner import FixedCacheRunner, Growing
-from specache_fx.runtime.handle_form import is_laid_out
-from specache_fx.runtime.host_blocks import check_host_dir, resolve_host
+from specache_fx.runtime.handles.handle_form import is_laid_out
+from specache_fx.runtime.host.host_blocks import check_host_dir, resolve_host
 from specache_fx.runtime.kernels import check_forms, check_kernel, choose_kernel
 from specache_fx.runtime.quant import make_quantizer
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from specache_fx.backend import specache
-from specache_fx.runtime.cpp_build import load_ahead
+from specache_fx.runtime.native.cpp_build import load_ahead
 
 __all__ = ["specache"]
 

@@ -31,11 +31,11 @@ from specache_fx.direct import inductor_start
 from specache_fx.errors import first_line
 from specache_fx.report.progress import announced, say_step
 from specache_fx.runners.layer_parts import compile_by_layer, target
+from specache_fx.runtime.graph.prompt_masks import check_mask_rule
 from specache_fx.runtime.kernels import KERNELS, LayerForm
 from specache_fx.runtime.ops import SDPA
-from specache_fx.runtime.prompt_masks import check_mask_rule
 from specache_fx.runtime.quant import make_quantizer
-from specache_fx.runtime.step_table import empty_state
+from specache_fx.runtime.steps.step_table import empty_state
 
 Compiled = Callable[..., Any]
 logger = logging.getLogger(__name__)

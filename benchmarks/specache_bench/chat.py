@@ -27,7 +27,7 @@ from specache_bench.lab import Lab
 from specache_bench.starts import in_process
 from specache_bench.workloads import read_windows
 from specache_fx.cli.quiet import quiet
-from specache_fx.runtime.library_cache import user_folder
+from specache_fx.runtime.native.library_cache import user_folder
 
 NEW_TOKENS = 16
 _LONGEST = 1500

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specache_fx.errors import ConfigError
-from specache_fx.runtime.library_cache import user_folder
+from specache_fx.runtime.native.library_cache import user_folder
 
 VARIABLE = "SPECACHE_DATA"
 

@@ -37,7 +37,7 @@ from specache_bench.timing import memory_bandwidth, seconds_of
 from specache_fx.cli.provenance import provenance
 from specache_fx.compiled import uncompile
 from specache_fx.config import SpecacheConfig
-from specache_fx.runtime import triton_ops
+from specache_fx.runtime.native import triton_ops
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ModelSize(2, 32, 64, 4, 2, 16, 64)

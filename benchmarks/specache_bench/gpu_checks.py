@@ -16,10 +16,10 @@ import torch
 
 import specache_fx
 from specache_bench.speed import ModelSize
-from specache_fx.runtime import cuda_streams, cudart
-from specache_fx.runtime.host_blocks import PinnedStore
-from specache_fx.runtime.host_cache import HostCache
-from specache_fx.runtime.step_graph import CudaRecorder, NotCapturedError
+from specache_fx.runtime.host.host_blocks import PinnedStore
+from specache_fx.runtime.host.host_cache import HostCache
+from specache_fx.runtime.native import cuda_streams, cudart
+from specache_fx.runtime.steps.step_graph import CudaRecorder, NotCapturedError
 
 Found = dict[str, Any]
 SMALL: Found = {"group_size": 16, "residual_length": 16, "top_k": 16, "lowering": "eager"}

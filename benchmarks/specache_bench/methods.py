@@ -195,7 +195,7 @@ class Specache(CacheMethod):
 
     def told(self, cache: Any, prompt: torch.Tensor) -> None:
         """Put the prompt into the session's history, of which n-grams are looked up (`on_miss="recover"`)."""
-        from specache_fx.runtime import registry
+        from specache_fx.runtime.session import registry
 
         for session in {registry.find(tensor) for tensor in kv_tensors(cache)}:
             if session is not None and session.tokens is not None:

@@ -12,8 +12,9 @@ from support.streams_sim import World, simulated
 from support.triton_mode import DEVICE, needs_triton
 
 from specache_bench import gpu_checks
-from specache_fx.runtime import cuda_streams, cudart, host_blocks
-from specache_fx.runtime.step_graph import NotCapturedError
+from specache_fx.runtime.host import host_blocks
+from specache_fx.runtime.native import cuda_streams, cudart
+from specache_fx.runtime.steps.step_graph import NotCapturedError
 
 pytestmark = [needs_triton, pytest.mark.skipif(DEVICE.type != "cpu", reason="there the script itself runs")]
 CPU = torch.device("cpu")

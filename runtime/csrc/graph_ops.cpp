@@ -194,7 +194,7 @@ std::vector<Tensor> centred_codes(Tensor x, std::optional<Tensor> balance, std::
   return {codes, scale, mean};
 }
 
-// See runtime/token_history.py: of each row what followed the latest of the longest matches, and whether there is one.
+// See runtime/session/token_history.py: of each row what followed the latest of the longest matches, and whether there is one.
 // Rows have `most - 1` unknown tokens before the first, and `unknown` equals nothing.
 std::tuple<Tensor, Tensor> following(Tensor rows, int64_t length, int64_t most, int64_t unknown) {
   STD_TORCH_CHECK(rows.dim() == 2 && rows.scalar_type() == ScalarType::Int && rows.stride(1) == 1 && length >= 0 &&

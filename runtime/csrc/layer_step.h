@@ -1,5 +1,5 @@
 // A layer's decode step on the CPU, all of it: `specache::layer_step`. The tensor `state` tells it what to do; see
-// runtime/step_table.py.
+// runtime/steps/step_table.py.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>

@@ -1,5 +1,5 @@
 // The calls of a decode step, noted once and made again without Python between: `specache::replay`. See
-// runtime/cpu_recorder.py.
+// runtime/steps/cpu_recorder.py.
 #pragma once
 
 #include <array>

@@ -21,7 +21,7 @@ from specache_fx.runtime.kernels.base import (
 from specache_fx.runtime.kernels.cpu import CpuKernel
 from specache_fx.runtime.kernels.exact_pairs import ExactPairsKernel
 from specache_fx.runtime.kernels.reference import ReferenceKernel
-from specache_fx.runtime.kernels.triton_kernel import TritonKernel
+from specache_fx.runtime.kernels.triton.kernel import TritonKernel
 
 __all__ = [
     "KERNELS",

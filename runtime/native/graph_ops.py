@@ -11,7 +11,7 @@ import enum
 import functools
 import logging
 
-from specache_fx.runtime.cpp_build import BuildError, load_best
+from specache_fx.runtime.native.cpp_build import BuildError, load_best
 
 _log = logging.getLogger(__name__)
 

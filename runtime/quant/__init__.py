@@ -5,14 +5,14 @@ from __future__ import annotations
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import ConfigError
 from specache_fx.runtime.quant.base import KVKind, Planes, Quantizer
+from specache_fx.runtime.quant.compared.kivi_original import OriginalKiviQuantizer
+from specache_fx.runtime.quant.compared.nuq import NonUniformQuantizer
+from specache_fx.runtime.quant.compared.rotated import RotatedQuantizer
+from specache_fx.runtime.quant.compared.zipcache import ZipCacheQuantizer
 from specache_fx.runtime.quant.identity import IdentityQuantizer
 from specache_fx.runtime.quant.keys_only import KeysOnlyQuantizer
 from specache_fx.runtime.quant.kivi import KiviQuantizer
-from specache_fx.runtime.quant.kivi_original import OriginalKiviQuantizer
-from specache_fx.runtime.quant.nuq import NonUniformQuantizer
-from specache_fx.runtime.quant.rotated import RotatedQuantizer
 from specache_fx.runtime.quant.turboquant import TurboQuantizer
-from specache_fx.runtime.quant.zipcache import ZipCacheQuantizer
 
 __all__ = ["QUANTIZERS", "KVKind", "Planes", "Quantizer", "make_quantizer"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from specache_fx.errors import HostMemoryError
-from specache_fx.runtime.cpp_build import DTYPES
 from specache_fx.runtime.native import graph_ops
+from specache_fx.runtime.native.cpp_build import DTYPES
 from specache_fx.runtime.quant.base import Planes
 
 _MOST_TOKENS = 4096  # of a group: sums of 32 bits hold the squares of so many codes

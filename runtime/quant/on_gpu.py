@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from specache_fx.runtime import triton_ops
+from specache_fx.runtime.native import triton_ops
+from specache_fx.runtime.native.triton_ops import power_of_two
 from specache_fx.runtime.quant.base import Planes
 from specache_fx.runtime.quant.packing import packed_width
-from specache_fx.runtime.triton_ops import power_of_two
 
 _MOST_TOKENS = 1024  # of a group: a tile holds whole groups
 _TILE = 4096  # elements

@@ -7,8 +7,7 @@ from typing import NamedTuple
 import torch
 
 from specache_fx.errors import HostMemoryError
-from specache_fx.runtime import triton_ops
-from specache_fx.runtime.native import graph_ops
+from specache_fx.runtime.native import graph_ops, triton_ops
 
 MOST_IN_A_KERNEL = 512  # pairs that Triton's selection chooses at most
 

@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from specache_fx.runtime import triton_ops
-from specache_fx.runtime.launches import launch
+from specache_fx.runtime.native import triton_ops
+from specache_fx.runtime.native.launches import launch
 
 BLOCK = 2048
 _BLOCK_OF_INTERPRETER = 64  # it sorts in Python

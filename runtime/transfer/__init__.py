@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import torch
 
-from specache_fx.runtime import triton_ops
-from specache_fx.runtime.host_cache import HostCache
+from specache_fx.runtime.host.host_cache import HostCache
+from specache_fx.runtime.native import triton_ops
 from specache_fx.runtime.transfer.base import Transfer
 from specache_fx.runtime.transfer.cpu import CpuTransfer
 from specache_fx.runtime.transfer.cuda import CudaTransfer, KernelTransfer

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from specache_fx.errors import HostMemoryError, SpecacheError
-from specache_fx.runtime.host_cache import HostCache
+from specache_fx.runtime.host.host_cache import HostCache
 from specache_fx.runtime.transfer.staging import Staging
 
 

@@ -7,7 +7,7 @@ import time
 import torch
 
 from specache_fx.errors import HostMemoryError
-from specache_fx.runtime.host_cache import HostCache, row_bytes
+from specache_fx.runtime.host.host_cache import HostCache, row_bytes
 from specache_fx.runtime.native import graph_ops
 from specache_fx.runtime.tracing import span
 from specache_fx.runtime.transfer.base import Transfer

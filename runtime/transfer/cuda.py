@@ -14,9 +14,9 @@ from collections.abc import Iterator
 import torch
 
 from specache_fx.errors import SpecacheError
-from specache_fx.runtime import cuda_streams, triton_ops
-from specache_fx.runtime.host_cache import HostCache
-from specache_fx.runtime.launches import launch
+from specache_fx.runtime.host.host_cache import HostCache
+from specache_fx.runtime.native import cuda_streams, triton_ops
+from specache_fx.runtime.native.launches import launch
 from specache_fx.runtime.transfer.base import CopyMetrics, Transfer
 from specache_fx.runtime.transfer.staging import Staging
 
@@ -60,7 +60,7 @@ class KernelTransfer(Transfer):
             layer: Layer number.
             told: Tokens that the host holds, int32 `[1]` on the device; None: as many as it holds now.
         """
-        from specache_fx.runtime.kernels.triton_gather import launch_copy, plan_slots
+        from specache_fx.runtime.kernels.triton.gather import launch_copy, plan_slots
 
         staging, table = self.staging(layer), self.table(layer)
         counters, (missing, source) = self._of(layer, staging)

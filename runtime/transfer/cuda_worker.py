@@ -10,8 +10,8 @@ from functools import partial
 
 import torch
 
-from specache_fx.runtime import cuda_streams
-from specache_fx.runtime.host_cache import HostCache
+from specache_fx.runtime.host.host_cache import HostCache
+from specache_fx.runtime.native import cuda_streams
 from specache_fx.runtime.tracing import span
 from specache_fx.runtime.transfer.staging import Staging, plan_slots
 from specache_fx.runtime.transfer.worker import Copy, WorkerTransfer

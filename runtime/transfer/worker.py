@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from specache_fx.runtime.host_cache import HostCache
+from specache_fx.runtime.host.host_cache import HostCache
 from specache_fx.runtime.transfer.base import CopyMetrics, Transfer
 from specache_fx.runtime.transfer.cpu import bring
 from specache_fx.runtime.transfer.staging import Staging

@@ -19,10 +19,10 @@ from specache_fx.calls.known_caches import (
 )
 from specache_fx.config import SpecacheConfig
 from specache_fx.runners.base import inference
-from specache_fx.runtime import claims, registry
-from specache_fx.runtime.handle_form import is_laid_out
-from specache_fx.runtime.handle_tensor import Handle, bare
-from specache_fx.runtime.session import Session
+from specache_fx.runtime.handles.handle_form import is_laid_out
+from specache_fx.runtime.handles.handle_tensor import Handle, bare
+from specache_fx.runtime.session import claims, registry
+from specache_fx.runtime.session.session import Session
 
 _BY_ROW = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")  # arguments with the batch first
 

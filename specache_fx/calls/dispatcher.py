@@ -32,7 +32,7 @@ from specache_fx.calls.this_thread import having, here
 from specache_fx.config import SpecacheConfig
 from specache_fx.direct.direct_step import DirectSteps
 from specache_fx.errors import ConfigError
-from specache_fx.runtime.session import Session
+from specache_fx.runtime.session.session import Session
 
 Prompts = Literal["auto", "traced", "untraced"]
 Warm = Literal["block", "background"]

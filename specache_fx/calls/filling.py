@@ -33,11 +33,12 @@ from specache_fx.config import SpecacheConfig
 from specache_fx.direct.traced_values import Values, used_weights, values_of
 from specache_fx.errors import CacheHandleError
 from specache_fx.runners.base import inference
-from specache_fx.runtime import claims, openmp_spins, registry
-from specache_fx.runtime.handle import unfit_reason
-from specache_fx.runtime.handle_tensor import Handle
-from specache_fx.runtime.layout import LayerShape
-from specache_fx.runtime.session import Session
+from specache_fx.runtime.handles.handle import unfit_reason
+from specache_fx.runtime.handles.handle_tensor import Handle
+from specache_fx.runtime.layers.layout import LayerShape
+from specache_fx.runtime.native import openmp_spins
+from specache_fx.runtime.session import claims, registry
+from specache_fx.runtime.session.session import Session
 
 _NO_CONSTANTS: Values = {}  # no graph is run
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from specache_fx.runtime.layout import LayerShape
+from specache_fx.runtime.layers.layout import LayerShape
 
 _WITH_PAIRS = (
     *("DynamicLayer", "DynamicSlidingWindowLayer"),

@@ -17,8 +17,8 @@ from specache_fx.calls.call import Call
 from specache_fx.calls.known_caches import copied, filled, length_of, put_handles, room_of
 from specache_fx.direct.model_state import has_hooks
 from specache_fx.runners.base import inference
-from specache_fx.runtime import registry
-from specache_fx.runtime.session import Session
+from specache_fx.runtime.session import registry
+from specache_fx.runtime.session.session import Session
 
 _LENGTH = 8  # tokens of the cache: Dynamo makes graphs of their own for sizes of 0 and 1
 _STEPS = 6  # at most: sizes that vary unannounced do so at the third

@@ -20,10 +20,10 @@ from specache_fx.calls.call import Call
 from specache_fx.calls.known_caches import is_static, length_of
 from specache_fx.errors import CacheHandleError
 from specache_fx.runners.base import inference
-from specache_fx.runtime import registry
-from specache_fx.runtime.fixed_buffers import Extent, are_held, are_intact, hold, refill, tokens
-from specache_fx.runtime.handle_form import HEADS_FIRST
-from specache_fx.runtime.handle_tensor import Handle, bare
+from specache_fx.runtime.handles.handle_form import HEADS_FIRST
+from specache_fx.runtime.handles.handle_tensor import Handle, bare
+from specache_fx.runtime.session import registry
+from specache_fx.runtime.session.fixed_buffers import Extent, are_held, are_intact, hold, refill, tokens
 
 
 class GrowingCall:

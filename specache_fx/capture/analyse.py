@@ -44,8 +44,8 @@ from specache_fx.capture.positions.outputs import find_logits, plan_outputs
 from specache_fx.capture.program import AttentionCore, AttentionSite, Decoding, Phase, Program, Refusal
 from specache_fx.config import SpecacheConfig
 from specache_fx.report.progress import say_step
+from specache_fx.runtime.graph.sources import Sources
 from specache_fx.runtime.ops import SDPA
-from specache_fx.runtime.sources import Sources
 
 logger = logging.getLogger(__name__)
 

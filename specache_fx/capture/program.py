@@ -13,10 +13,10 @@ from torch.fx import Node
 
 from specache_fx.capture.graph.graph_utils import source_of
 from specache_fx.config import SpecacheConfig
-from specache_fx.runtime.expansion import Expansion
-from specache_fx.runtime.graph_part import Part
-from specache_fx.runtime.layout import LayerShape
-from specache_fx.runtime.sources import PositionalPart, Sources
+from specache_fx.runtime.graph.expansion import Expansion
+from specache_fx.runtime.graph.graph_part import Part
+from specache_fx.runtime.graph.sources import PositionalPart, Sources
+from specache_fx.runtime.layers.layout import LayerShape
 
 
 class Phase(Enum):
@@ -32,7 +32,7 @@ class CacheForm(NamedTuple):
     """How Dynamo has a cache that the graph takes with heads first (`heads_first`).
 
     Attributes:
-        form: See `runtime/handle_form.py`.
+        form: See `runtime/handles/handle_form.py`.
         num_kv_heads: KV heads.
         values: Position of the values among the graph's inputs or outputs, where Dynamo has both in one tensor.
     """

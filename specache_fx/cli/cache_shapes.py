@@ -15,7 +15,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModel, Aut
 
 from specache_fx.calls.known_caches import filled, grows, shape_of, states_of
 from specache_fx.errors import ConfigError, first_line
-from specache_fx.runtime.layout import LayerShape
+from specache_fx.runtime.layers.layout import LayerShape
 
 _GIVE = "Give a folder with a config.json, or the name of a model on the Hugging Face hub."
 _REMEDY = "Give --layers, --kv-heads and --head-dim instead of --model."

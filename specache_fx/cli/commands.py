@@ -111,7 +111,7 @@ def _prompt(
     """
     from specache_fx.cli.plan import Prompt
     from specache_fx.cli.quiet import quiet
-    from specache_fx.runtime.layout import LayerShape
+    from specache_fx.runtime.layers.layout import LayerShape
 
     needed = {**({} if model else sizes), "--context": context}
     if model is not None:

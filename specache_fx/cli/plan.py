@@ -18,13 +18,13 @@ from rich.table import Table
 
 from specache_fx.cli.sizes import format_size
 from specache_fx.config import SpecacheConfig
-from specache_fx.runtime.host_cache import ALIGN_TOKENS
-from specache_fx.runtime.layer_cache import grown_groups, reserved
-from specache_fx.runtime.layer_cache import grown_rows as grown_layer_rows
-from specache_fx.runtime.layout import LayerShape, Layout
+from specache_fx.runtime.host.host_cache import ALIGN_TOKENS
+from specache_fx.runtime.layers.layer_cache import grown_groups, reserved
+from specache_fx.runtime.layers.layer_cache import grown_rows as grown_layer_rows
+from specache_fx.runtime.layers.layout import LayerShape, Layout
+from specache_fx.runtime.layers.window_cache import grown_rows
 from specache_fx.runtime.quant import make_quantizer
 from specache_fx.runtime.transfer import Staging
-from specache_fx.runtime.window_cache import grown_rows
 
 _EXTRAS = ("resident_layers", "sink_tokens")  # not worth a word where they are 0
 

@@ -22,7 +22,7 @@ from specache_fx.direct.model_twin import named_tensors
 from specache_fx.direct.traced_values import values_of
 from specache_fx.resets import on_reset
 from specache_fx.runners.base import compiling
-from specache_fx.runtime.handle_tensor import bare
+from specache_fx.runtime.handles.handle_tensor import bare
 
 logger = logging.getLogger(__name__)
 _MOST_TRACES = 4

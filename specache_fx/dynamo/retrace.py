@@ -3,7 +3,7 @@
 Dynamo takes every size and every argument for a constant until it has seen two. So the first step over a cache of plain
 tensors becomes a graph for one length, as does the first one with a mask. So does a step over a cache that counts its
 tokens, as transformers' windows do. Such a graph does not know the next token's position, and the step after it
-compiles anew. Handles are marked as growing when they are made (`runtime/handle.py`); tensors and counts of the
+compiles anew. Handles are marked as growing when they are made (`runtime/handles/handle.py`); tensors and counts of the
 caller's are marked here.
 """
 

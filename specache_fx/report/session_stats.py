@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 
-from specache_fx.runtime.metrics import SplitHits, Step
-from specache_fx.runtime.session import Session
+from specache_fx.runtime.session.metrics import SplitHits, Step
+from specache_fx.runtime.session.session import Session
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ from specache_fx._log import warn_once
 from specache_fx.capture.program import OutputPlan, Program, merged_messages
 from specache_fx.errors import CacheHandleError
 from specache_fx.lowering import Compiled
-from specache_fx.runtime import claims, fixed_buffers, registry
-from specache_fx.runtime.give_back import give_back
-from specache_fx.runtime.handle_tensor import Handle, plain
-from specache_fx.runtime.prompt_masks import PromptMasks
-from specache_fx.runtime.session import Session
+from specache_fx.runtime.graph.prompt_masks import PromptMasks
+from specache_fx.runtime.handles.handle_tensor import Handle, plain
+from specache_fx.runtime.session import claims, fixed_buffers, registry
+from specache_fx.runtime.session.give_back import give_back
+from specache_fx.runtime.session.session import Session
 
 logger = logging.getLogger(__name__)
 _NO_ATTENTION = "The graph has no attention over this cache. Pass it to the module that made it."

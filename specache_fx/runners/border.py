@@ -14,10 +14,10 @@ from specache_fx.capture.graph.subclasses import flatten
 from specache_fx.capture.program import CacheForm, Program
 from specache_fx.lowering import Compiled
 from specache_fx.runners.base import inference
-from specache_fx.runtime.handle import is_poisoned
-from specache_fx.runtime.handle_form import HEADS_FIRST, in_form, is_laid_out, joined, sides_of
-from specache_fx.runtime.handle_tensor import Handle, bare, mark, plain
-from specache_fx.runtime.session import Session
+from specache_fx.runtime.handles.handle import is_poisoned
+from specache_fx.runtime.handles.handle_form import HEADS_FIRST, in_form, is_laid_out, joined, sides_of
+from specache_fx.runtime.handles.handle_tensor import Handle, bare, mark, plain
+from specache_fx.runtime.session.session import Session
 
 
 def as_taken(program: Program, args: Sequence[Any]) -> list[Any]:

@@ -20,11 +20,11 @@ from specache_fx.report.progress import announced
 from specache_fx.runners.base import GoesOn, compiling, note_graph
 from specache_fx.runners.graph_inputs import GraphInputs, WindowMasks
 from specache_fx.runners.step_masks import StepMasks, read_masks, read_windows
-from specache_fx.runtime import openmp_spins
-from specache_fx.runtime.decode_step import DecodeStep
-from specache_fx.runtime.device_steps import DeviceSteps
-from specache_fx.runtime.next_answer import LaneCall, NextAnswer
-from specache_fx.runtime.session import Session
+from specache_fx.runtime.native import openmp_spins
+from specache_fx.runtime.session.decode_step import DecodeStep
+from specache_fx.runtime.session.next_answer import LaneCall, NextAnswer
+from specache_fx.runtime.session.session import Session
+from specache_fx.runtime.steps.device_steps import DeviceSteps
 from specache_fx.runtime.tracing import is_recording, span
 
 logger = logging.getLogger(__name__)

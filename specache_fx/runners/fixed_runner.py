@@ -12,10 +12,10 @@ from specache_fx.capture.caches.cache_records import Tokens
 from specache_fx.errors import CacheHandleError
 from specache_fx.lowering import Compiled
 from specache_fx.runners.base import inference
-from specache_fx.runtime import fixed_buffers, registry
-from specache_fx.runtime.handle_form import dims_of, is_laid_out
-from specache_fx.runtime.handle_tensor import Handle
-from specache_fx.runtime.session import Session
+from specache_fx.runtime.handles.handle_form import dims_of, is_laid_out
+from specache_fx.runtime.handles.handle_tensor import Handle
+from specache_fx.runtime.session import fixed_buffers, registry
+from specache_fx.runtime.session.session import Session
 
 HOST = "cpu"
 """The device whose positions are read in every step. On others the host would wait for them."""

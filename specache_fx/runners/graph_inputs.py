@@ -11,8 +11,8 @@ from torch.fx import GraphModule
 from specache_fx.capture.graph.graph_utils import is_static_input, placeholders, value_of
 from specache_fx.capture.program import Program
 from specache_fx.passes.duplicate_query import lane_inputs
-from specache_fx.runtime.masks import WindowMask
-from specache_fx.runtime.next_answer import LaneCall
+from specache_fx.runtime.layers.masks import WindowMask
+from specache_fx.runtime.session.next_answer import LaneCall
 
 WindowMasks = dict[int, tuple[WindowMask | None, ...]]  # `DecodeStep.window_masks`
 

@@ -33,7 +33,7 @@ class ByLayer:
     """A decode graph of compiled parts.
 
     Attributes:
-        parts: The compiled functions, each once: what records a step looks into them (`runtime/cpu_recorder.py`).
+        parts: The compiled functions, each once: what records a step looks into them (`runtime/steps/cpu_recorder.py`).
     """
 
     def __init__(self, gm: GraphModule, parts: Sequence[PartFunction]) -> None:

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 
 from specache_fx.capture.program import Program
 from specache_fx.errors import UnsupportedGraphError
-from specache_fx.runtime.masks import (
+from specache_fx.runtime.graph.sources import PositionalPart
+from specache_fx.runtime.layers.masks import (
     WindowMask,
     by_lane,
     hidden_bias,
@@ -19,8 +20,7 @@ from specache_fx.runtime.masks import (
     real_keys,
     split_row,
 )
-from specache_fx.runtime.session import Session
-from specache_fx.runtime.sources import PositionalPart
+from specache_fx.runtime.session.session import Session
 
 Split = tuple[torch.Tensor | None, torch.Tensor | None]  # from `split_row`
 

@@ -18,13 +18,13 @@ from specache_fx.config import SpecacheConfig
 from specache_fx.errors import ConfigError, SavedCacheError
 from specache_fx.runners.base import inference
 from specache_fx.runners.border import hand_out
-from specache_fx.runtime import registry
-from specache_fx.runtime.handle_form import FORMS, num_sides
-from specache_fx.runtime.layout import LayerShape
-from specache_fx.runtime.machine_memory import available_bytes
-from specache_fx.runtime.origin import Origin
-from specache_fx.runtime.session import Session
-from specache_fx.runtime.snapshot import HEADER_FORM, HELD_OPTIONS, SessionHeader, restore
+from specache_fx.runtime.handles.handle_form import FORMS, num_sides
+from specache_fx.runtime.host.machine_memory import available_bytes
+from specache_fx.runtime.layers.layout import LayerShape
+from specache_fx.runtime.session import registry
+from specache_fx.runtime.session.origin import Origin
+from specache_fx.runtime.session.session import Session
+from specache_fx.runtime.session.snapshot import HEADER_FORM, HELD_OPTIONS, SessionHeader, restore
 from specache_fx.saved.cache_tree import rebuild
 from specache_fx.saved.fingerprint import check_ids, config_of, token_hash, weights_of
 from specache_fx.saved.json_form import FormError, check

@@ -20,7 +20,7 @@ from torch import nn
 
 from specache_fx._log import warn_once
 from specache_fx.errors import CacheHandleError, ConfigError, SavedCacheError
-from specache_fx.runtime.snapshot import HELD_OPTIONS
+from specache_fx.runtime.session.snapshot import HELD_OPTIONS
 from specache_fx.saved.fingerprint import check_ids, digest
 from specache_fx.saved.loading import cuts, fitting, restored, warn_if_plain
 from specache_fx.saved.saving import content, write_to

@@ -12,10 +12,10 @@ import torch
 from specache_fx.api import NO_CACHE
 from specache_fx.errors import CacheHandleError, SavedCacheError
 from specache_fx.runners.base import inference
-from specache_fx.runtime.handle_tensor import Handle, plain
-from specache_fx.runtime.parts import SessionPart, parts_of
-from specache_fx.runtime.session import Session
-from specache_fx.runtime.snapshot import SessionHeader, snapshot
+from specache_fx.runtime.handles.handle_tensor import Handle, plain
+from specache_fx.runtime.session.parts import SessionPart, parts_of
+from specache_fx.runtime.session.session import Session
+from specache_fx.runtime.session.snapshot import SessionHeader, snapshot
 from specache_fx.saved.cache_tree import describe
 from specache_fx.saved.fingerprint import check_ids, config_digest, token_hash, weight_digest
 from specache_fx.saved.tensor_file import write

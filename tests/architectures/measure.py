@@ -27,8 +27,8 @@ from specache_fx.capture.program import Program
 from specache_fx.compiled import uncompile
 from specache_fx.config import SpecacheConfig
 from specache_fx.runners.decode_runner import Decode, DecodeGraph
-from specache_fx.runtime import decode_step
-from specache_fx.runtime.session import Session
+from specache_fx.runtime.session import decode_step
+from specache_fx.runtime.session.session import Session
 
 NEW_TOKENS = 24
 PROMPT_LEN = 12

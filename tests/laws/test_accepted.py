@@ -26,7 +26,7 @@ from torch import Tensor
 
 import specache_fx
 from specache_fx.config import SpecacheConfig
-from specache_fx.runtime import registry
+from specache_fx.runtime.session import registry
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

@@ -16,8 +16,8 @@ from support.oracle_records import DecodeStep, OracleRun
 
 import specache_fx
 from specache_fx.config import SpecacheConfig
-from specache_fx.runtime.metrics import Hits
 from specache_fx.runtime.quant import QUANTIZERS
+from specache_fx.runtime.session.metrics import Hits
 
 EXACT_BY: dict[str, dict[str, Any]] = {
     "bits": {"bits": 16},

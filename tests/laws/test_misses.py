@@ -20,8 +20,8 @@ from torch import Tensor
 import specache_fx
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import HostMemoryError
-from specache_fx.runtime.session import Session
-from specache_fx.runtime.step_table import SessionC
+from specache_fx.runtime.session.session import Session
+from specache_fx.runtime.steps.step_table import SessionC
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

@@ -20,9 +20,9 @@ from torch import Tensor
 
 import specache_fx
 from specache_fx.config import SpecacheConfig
-from specache_fx.runtime.layout import Arena, LayerShape
+from specache_fx.runtime.layers.layout import Arena, LayerShape
+from specache_fx.runtime.layers.window_cache import WindowCache, buffer_rows
 from specache_fx.runtime.quant import make_quantizer
-from specache_fx.runtime.window_cache import WindowCache, buffer_rows
 
 CONFIG = SpecacheConfig(bits=16, group_size=8, residual_length=8, top_k=8)
 

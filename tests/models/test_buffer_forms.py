@@ -13,7 +13,7 @@ from support.cases import nightly_unless
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
-from specache_fx.runtime.handle_tensor import Handle
+from specache_fx.runtime.handles.handle_tensor import Handle
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from specache_fx.backend import Backend
 from specache_fx.capture.program import Phase
-from specache_fx.runtime.session import Session
+from specache_fx.runtime.session.session import Session
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

@@ -23,7 +23,7 @@ from transformers import (
 import specache_fx
 from specache_fx.errors import CacheHandleError
 from specache_fx.runners.base import inference
-from specache_fx.runtime import fixed_buffers
+from specache_fx.runtime.session import fixed_buffers
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 WINDOW, VOCAB_SIZE = 16, 97

@@ -24,14 +24,15 @@ from torch import Tensor, nn
 import specache_fx
 from specache_fx import CacheHandleError, SpecacheConfig
 from specache_fx.report import progress
-from specache_fx.runtime import handle, registry
-from specache_fx.runtime.give_back import give_back
-from specache_fx.runtime.handle_tensor import plain
-from specache_fx.runtime.layer_cache import LayerCache
-from specache_fx.runtime.layout import LayerShape
+from specache_fx.runtime.handles import handle
+from specache_fx.runtime.handles.handle_tensor import plain
+from specache_fx.runtime.layers.layer_cache import LayerCache
+from specache_fx.runtime.layers.layout import LayerShape
 from specache_fx.runtime.quant.identity import IdentityQuantizer
 from specache_fx.runtime.quant.keys_only import KeysOnlyQuantizer
 from specache_fx.runtime.quant.turboquant import TurboQuantizer
+from specache_fx.runtime.session import registry
+from specache_fx.runtime.session.give_back import give_back
 
 # All are exact; by day the one that quantises, fetches, and keeps a layer and sinks.
 EVERY: dict[str, dict[str, Any]] = {

@@ -10,8 +10,8 @@ from support.ways import generate
 from support.zoo import build
 
 import specache_fx
-from specache_fx.runtime.host_blocks import PinnedStore
-from specache_fx.runtime.host_cache import HostCache
+from specache_fx.runtime.host.host_blocks import PinnedStore
+from specache_fx.runtime.host.host_cache import HostCache
 
 pytestmark = [
     pytest.mark.gpu,

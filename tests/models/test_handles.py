@@ -22,8 +22,9 @@ from transformers import DynamicCache
 
 import specache_fx
 from specache_fx import CacheHandleError
-from specache_fx.runtime import handle, registry
-from specache_fx.runtime.handle_tensor import bare, plain
+from specache_fx.runtime.handles import handle
+from specache_fx.runtime.handles.handle_tensor import bare, plain
+from specache_fx.runtime.session import registry
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from specache_fx.compiled import uncompiled
 from specache_fx.runners import layer_parts
 from specache_fx.runtime import ops  # noqa: F401  (defines the operators)
 from specache_fx.runtime.native import graph_ops
-from specache_fx.runtime.step_table import empty_state
+from specache_fx.runtime.steps.step_table import empty_state
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 LAYERS = 5  # the least whose parts are more often alike than not

@@ -20,7 +20,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import specache_fx
 from specache_fx.errors import HostMemoryError
-from specache_fx.runtime import registry
+from specache_fx.runtime.session import registry
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

@@ -12,7 +12,7 @@ from support.zoo import TWO_LANES
 from torch import Tensor
 
 import specache_fx
-from specache_fx.runtime import registry
+from specache_fx.runtime.session import registry
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

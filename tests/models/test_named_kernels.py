@@ -13,8 +13,8 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from specache_fx import _log
 from specache_fx.errors import KernelUnavailableError
-from specache_fx.runtime import cpp_build
 from specache_fx.runtime.kernels.cpu import CpuKernel
+from specache_fx.runtime.native import cpp_build
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_dynamo"),

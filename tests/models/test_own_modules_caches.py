@@ -26,7 +26,7 @@ from support.zoo import TWO_LANES
 from torch import Tensor
 
 import specache_fx
-from specache_fx.runtime import handle_tensor
+from specache_fx.runtime.handles import handle_tensor
 
 OPTIONS = TWO_LANES
 # Two ways of being exact: nothing is lost by quantising, or every low-bit pair is replaced by its original in time.

@@ -13,7 +13,7 @@ from support.zoo import SMALL, build, left_padded
 from torch import Tensor
 
 import specache_fx
-from specache_fx.runtime.layer_cache import LayerCache
+from specache_fx.runtime.layers.layer_cache import LayerCache
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

@@ -22,7 +22,7 @@ from torch.nn.attention import flex_attention as flex
 
 import specache_fx
 from specache_fx.dynamo import dynamo_hooks
-from specache_fx.runtime import registry
+from specache_fx.runtime.session import registry
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 OPTIONS: dict[str, Any] = {

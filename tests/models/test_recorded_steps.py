@@ -18,8 +18,9 @@ from torch import nn
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 import specache_fx
-from specache_fx.runtime import cpu_recorder, ops  # noqa: F401  (ops defines the operators)
-from specache_fx.runtime.cpu_recorder import CpuRecorder, generated, share_addresses
+from specache_fx.runtime import ops  # noqa: F401  (ops defines the operators)
+from specache_fx.runtime.steps import cpu_recorder
+from specache_fx.runtime.steps.cpu_recorder import CpuRecorder, generated, share_addresses
 
 OPTIONS = SMALL | {"lowering": "inductor", "bits": 2}
 STEPS = 40

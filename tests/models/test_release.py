@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 import specache_fx
 from specache_fx import CacheHandleError
-from specache_fx.runtime import registry
-from specache_fx.runtime.session import Session
+from specache_fx.runtime.session import registry
+from specache_fx.runtime.session.session import Session
 
 PROMPT = left_padded()
 
@@ -181,8 +181,9 @@ def test_a_step_of_a_daemon_thread_ends_before_its_operators_go() -> None:
         atexit.register(time.sleep, 1)  # behind all that torch does at exit
         import torch
         from specache_fx import SpecacheConfig
-        from specache_fx.runtime import ops, registry
-        from specache_fx.runtime.layout import LayerShape
+        from specache_fx.runtime import ops
+        from specache_fx.runtime.session import registry
+        from specache_fx.runtime.layers.layout import LayerShape
 
         session = registry.open_session(SpecacheConfig(), (LayerShape(1, 64, 64),), torch.float32, torch.device("cpu"))
         begun = threading.Event()
@@ -207,7 +208,7 @@ def test_a_handler_at_exit_can_wait_for_a_thread_with_a_cache() -> None:
         import atexit, threading
         stop = threading.Event()
         atexit.register(lambda: (stop.set(), worker.join()))
-        from specache_fx.runtime import registry
+        from specache_fx.runtime.session import registry
 
         def works():
             while not stop.wait(0.01):

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 import specache_fx
 from specache_fx.runners import decode_runner
-from specache_fx.runtime import registry
+from specache_fx.runtime.session import registry
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 OPTIONS = TWO_LANES | {"bits": 16, "group_size": 4, "residual_length": 4, "top_k": 4}

@@ -15,7 +15,7 @@ from transformers import StaticCache
 
 import specache_fx
 from specache_fx.errors import CacheHandleError
-from specache_fx.runtime.handle_tensor import Handle
+from specache_fx.runtime.handles.handle_tensor import Handle
 
 IDS = torch.arange(3, 40)[None]
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}

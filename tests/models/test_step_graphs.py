@@ -12,10 +12,10 @@ from support.triton_mode import DEVICE, needs_triton
 from support.zoo import build
 
 import specache_fx
-from specache_fx.runtime import session as sessions
 from specache_fx.runtime.native import graph_ops
+from specache_fx.runtime.session import session as sessions
+from specache_fx.runtime.steps.triton_steps import TritonSteps
 from specache_fx.runtime.transfer import KernelTransfer
-from specache_fx.runtime.triton_steps import TritonSteps
 
 pytestmark = [
     needs_triton,

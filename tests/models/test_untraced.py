@@ -24,8 +24,8 @@ import specache_fx
 from specache_fx.calls.call import Call
 from specache_fx.calls.this_thread import having, here
 from specache_fx.errors import CacheHandleError, ConfigError, SavedCacheError
-from specache_fx.runtime import claims, registry
-from specache_fx.runtime.handle_tensor import Handle
+from specache_fx.runtime.handles.handle_tensor import Handle
+from specache_fx.runtime.session import claims, registry
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

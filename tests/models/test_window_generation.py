@@ -15,7 +15,7 @@ from torch import Tensor
 
 import specache_fx
 from specache_fx import CacheHandleError
-from specache_fx.runtime import claims
+from specache_fx.runtime.session import claims
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

@@ -15,7 +15,7 @@ from support.oracle import OracleDecoder
 from support.oracle_records import OracleRun
 
 from specache_fx.config import SpecacheConfig
-from specache_fx.runtime.session import Session
+from specache_fx.runtime.session.session import Session
 
 # Compiled float32 against eager float32: the order of sums differs, nothing else.
 EXACT = {"rtol": 2e-4, "atol": 2e-4}

@@ -1,4 +1,4 @@
-"""CUDA's library for `runtime/cudart.py`, without a GPU."""
+"""CUDA's library for `runtime/native/cudart.py`, without a GPU."""
 
 from __future__ import annotations
 

@@ -130,11 +130,11 @@ def named(given: Given) -> tuple[Any, ...]:
 def layer_step(track_hit_rates: bool) -> dict[str, Any]:
     """What a layer of a plain step costs the host, launch by launch: `specache.device_step`."""
     from specache_fx.config import SpecacheConfig
-    from specache_fx.runtime.decode_step import DecodeStep
     from specache_fx.runtime.kernels import KERNELS
-    from specache_fx.runtime.layout import LayerShape
-    from specache_fx.runtime.session import Session
-    from specache_fx.runtime.triton_steps import TritonSteps
+    from specache_fx.runtime.layers.layout import LayerShape
+    from specache_fx.runtime.session.decode_step import DecodeStep
+    from specache_fx.runtime.session.session import Session
+    from specache_fx.runtime.steps.triton_steps import TritonSteps
 
     config = SpecacheConfig(bits=2, lookahead="token", track_hit_rates=track_hit_rates)
     session = Session(config, (LayerShape(KV_HEADS, DIM, DIM),), torch.bfloat16, CPU)
@@ -190,8 +190,8 @@ def tuned_again(lanes: int, groups: int) -> int:
     """How many times the attention kernel has been tuned once it ran for this many lanes and groups of codes."""
     from support.decode_case import CaseShape, DecodeCase
 
-    from specache_fx.runtime.kernels.triton_decode import partial_attention
-    from specache_fx.runtime.kernels.triton_kernel import TritonKernel
+    from specache_fx.runtime.kernels.triton.decode import partial_attention
+    from specache_fx.runtime.kernels.triton.kernel import TritonKernel
 
     # As many rows of a query tile: what tells the two apart is the lanes alone.
     shape = CaseShape(
@@ -208,8 +208,8 @@ def main() -> None:
     # All configs take the same time here: the first is chosen, and the others need no compiling.
     fitting = triton.runtime.Autotuner.prune_configs
     triton.runtime.Autotuner.prune_configs = lambda *given: fitting(*given)[:1]
-    from specache_fx.runtime import triton_ops
-    from specache_fx.runtime.kernels import triton_arguments
+    from specache_fx.runtime.kernels.triton import arguments as triton_arguments
+    from specache_fx.runtime.native import triton_ops
 
     triton_ops.runs_by_itself = lambda device: True  # type: ignore[assignment]
     triton_arguments._programs = lambda device: 528  # type: ignore[assignment]

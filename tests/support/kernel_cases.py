@@ -16,7 +16,7 @@ from support import strategies
 from support.oracle_methods import hadamard, largest_power_of_two, rudin_shapiro
 from torch import Tensor
 
-from specache_fx.runtime.host_cache import HostCache
+from specache_fx.runtime.host.host_cache import HostCache
 from specache_fx.runtime.kernels.base import DecodeInputs, Originals
 from specache_fx.runtime.quant import QUANTIZERS
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from specache_fx.runtime.host_cache import HostCache
+from specache_fx.runtime.host.host_cache import HostCache
 from specache_fx.runtime.transfer import CudaWorkerTransfer, Staging, WorkerTransfer
 
 

@@ -10,8 +10,8 @@ from weakref import WeakSet
 
 import pytest
 
-from specache_fx.runtime import registry
-from specache_fx.runtime.session import Session
+from specache_fx.runtime.session import registry
+from specache_fx.runtime.session.session import Session
 
 
 def session_of(past: Any) -> Session:

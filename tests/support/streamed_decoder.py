@@ -10,14 +10,14 @@ import torch
 from support.streams_sim import CUDA, World
 
 from specache_fx.config import SpecacheConfig
-from specache_fx.runtime import ops, registry  # noqa: F401  (ops defines the operators)
-from specache_fx.runtime import session as sessions
-from specache_fx.runtime.decode_step import DecodeStep
-from specache_fx.runtime.device_steps import DeviceSteps
-from specache_fx.runtime.layout import LayerShape
+from specache_fx.runtime.layers.layout import LayerShape
 from specache_fx.runtime.native import graph_ops
-from specache_fx.runtime.session import SHARE_AFTER_HIT, Session
-from specache_fx.runtime.step_graph import CudaRecorder, StepGraph
+from specache_fx.runtime.session import registry  # noqa: F401  (ops defines the operators)
+from specache_fx.runtime.session import session as sessions
+from specache_fx.runtime.session.decode_step import DecodeStep
+from specache_fx.runtime.session.session import SHARE_AFTER_HIT, Session
+from specache_fx.runtime.steps.device_steps import DeviceSteps
+from specache_fx.runtime.steps.step_graph import CudaRecorder, StepGraph
 from specache_fx.runtime.transfer import Transfer
 
 BATCH, HEADS, KV_HEADS, DIM, PROMPT = 1, 2, 1, 8, 21

@@ -36,9 +36,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from specache_fx.runtime import cuda_streams, cudart, host_blocks, host_cache
-from specache_fx.runtime import metrics as metrics_of
-from specache_fx.runtime.decode_step import DecodeStep
+from specache_fx.runtime.host import host_blocks, host_cache
+from specache_fx.runtime.native import cuda_streams, cudart
+from specache_fx.runtime.session import metrics as metrics_of
+from specache_fx.runtime.session.decode_step import DecodeStep
 from specache_fx.runtime.transfer import Staging, worker
 
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)

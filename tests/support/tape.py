@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_flatten
 
-from specache_fx.runtime.step_graph import NotCapturedError
+from specache_fx.runtime.steps.step_graph import NotCapturedError
 
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _SYNCS = {

@@ -24,16 +24,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from specache_fx.config import SpecacheConfig
-from specache_fx.runtime.decode_step import DecodeStep
-from specache_fx.runtime.host_cache import HostCache
+from specache_fx.runtime.host.host_cache import HostCache
 from specache_fx.runtime.kernels import KERNELS
-from specache_fx.runtime.kernels.triton_kernel import TritonKernel
-from specache_fx.runtime.layout import LayerShape
+from specache_fx.runtime.kernels.triton.kernel import TritonKernel
+from specache_fx.runtime.layers.layout import LayerShape
 from specache_fx.runtime.quant import on_gpu
 from specache_fx.runtime.select import triton_topk
-from specache_fx.runtime.session import Session
+from specache_fx.runtime.session.decode_step import DecodeStep
+from specache_fx.runtime.session.session import Session
+from specache_fx.runtime.steps.triton_steps import TritonSteps
 from specache_fx.runtime.transfer import KernelTransfer
-from specache_fx.runtime.triton_steps import TritonSteps
 
 CPU = torch.device("cpu")
 TARGETS = tuple(int(word) for word in sys.argv[1:] if word.isdigit()) or (80, 90)

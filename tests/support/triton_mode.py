@@ -21,12 +21,12 @@ from torch.torch_version import TorchVersion
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KERNEL_MODULES = (
-    "specache_fx.runtime.kernels.triton_merge",
-    "specache_fx.runtime.kernels.triton_scores",
-    "specache_fx.runtime.kernels.triton_decode",
+    "specache_fx.runtime.kernels.triton.merge",
+    "specache_fx.runtime.kernels.triton.scores",
+    "specache_fx.runtime.kernels.triton.decode",
     "specache_fx.runtime.quant.triton_pack",
     "specache_fx.runtime.select.triton_topk",
-    "specache_fx.runtime.kernels.triton_gather",
+    "specache_fx.runtime.kernels.triton.gather",
 )
 INSTALLED = importlib.util.find_spec("triton") is not None
 

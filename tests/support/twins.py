@@ -11,11 +11,11 @@ from support.strategies import AttentionShape
 from torch import Tensor
 
 from specache_fx.config import SpecacheConfig
-from specache_fx.runtime import ops, registry  # noqa: F401  (ops defines the operators)
-from specache_fx.runtime.decode_step import DecodeStep
-from specache_fx.runtime.layout import LayerShape
-from specache_fx.runtime.masks import WindowMask
-from specache_fx.runtime.session import Session
+from specache_fx.runtime.layers.layout import LayerShape
+from specache_fx.runtime.layers.masks import WindowMask
+from specache_fx.runtime.session import registry  # noqa: F401  (ops defines the operators)
+from specache_fx.runtime.session.decode_step import DecodeStep
+from specache_fx.runtime.session.session import Session
 
 Own = tuple[Tensor, Tensor, Tensor]
 not_served = pytest.mark.parametrize(

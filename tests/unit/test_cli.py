@@ -31,7 +31,7 @@ from specache_fx.cli.plan import Prompt, plan
 from specache_fx.cli.sizes import format_size, parse_size
 from specache_fx.config import BITS, SpecacheConfig
 from specache_fx.errors import ConfigError
-from specache_fx.runtime.layout import LayerShape
+from specache_fx.runtime.layers.layout import LayerShape
 
 MISTRAL_7B = ["--layers", "32", "--kv-heads", "8", "--head-dim", "128", "--context", "32768"]
 

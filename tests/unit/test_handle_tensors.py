@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import specache_fx
 from specache_fx import CacheHandleError, UnsupportedGraphError
 from specache_fx.compiled import uncompile, uncompiled
-from specache_fx.runtime import registry
-from specache_fx.runtime.handle_tensor import Handle, plain
+from specache_fx.runtime.handles.handle_tensor import Handle, plain
+from specache_fx.runtime.session import registry
 
 IDS = left_padded((12, 12, 12))["input_ids"]
 OUTSIDE = "outside of a graph that specache compiled"

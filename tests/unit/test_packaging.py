@@ -91,7 +91,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import specache_fx
-from specache_fx.runtime import cpp_build
+from specache_fx.runtime.native import cpp_build
 from specache_fx.runtime.native import graph_ops
 
 assert "site" in specache_fx.__file__, specache_fx.__file__

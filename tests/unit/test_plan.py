@@ -14,8 +14,8 @@ from support.strategies import HEAD_DIMS, configs, policies, quantizers
 
 from specache_fx.cli.plan import MemoryPlan, Prompt, plan, plan_rows
 from specache_fx.config import SpecacheConfig
-from specache_fx.runtime.layout import LayerShape
-from specache_fx.runtime.session import Session
+from specache_fx.runtime.layers.layout import LayerShape
+from specache_fx.runtime.session.session import Session
 
 LLAMA_2_7B = Prompt([LayerShape(32, 128, 128)] * 32, 4096)
 LLAMA_2_13B = Prompt([LayerShape(40, 128, 128)] * 40, 4096)

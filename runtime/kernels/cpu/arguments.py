@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from specache_fx.runtime.cpp_build import DTYPES
 from specache_fx.runtime.kernels.base import DecodeInputs, Originals
 from specache_fx.runtime.kernels.cpu.abi import CODE_PLANES, Addresses, InputsC
+from specache_fx.runtime.native.cpp_build import DTYPES
 from specache_fx.runtime.quant import Planes, Quantizer
 
 SCORE_TOLERANCE = 1 / 64  # rms error of a score that bfloat16 models at 1 and 2 bits may have

@@ -9,10 +9,10 @@ import sys
 import torch
 
 from specache_fx.errors import HostMemoryError
-from specache_fx.runtime.cpp_build import DTYPES, SOURCES, BuildError, load_best, load_library
 from specache_fx.runtime.kernels.base import DecodeInputs, Kernel, LayerForm, listed
 from specache_fx.runtime.kernels.cpu.abi import Addresses
 from specache_fx.runtime.kernels.cpu.arguments import describe
+from specache_fx.runtime.native.cpp_build import DTYPES, SOURCES, BuildError, load_best, load_library
 
 _NO_MEMORY = "There is no memory for the attention of a step: free some, or shorten the context."
 MAX_QUERIES = 1024  # kMaxQueries of head.h

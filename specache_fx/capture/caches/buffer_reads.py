@@ -21,7 +21,7 @@ from specache_fx.capture.caches.cache_views import attentions_of
 from specache_fx.capture.caches.heads_first import is_known
 from specache_fx.capture.caches.id_runs import MADE, Operand, leaves_of
 from specache_fx.capture.graph.graph_utils import is_float, shape_of
-from specache_fx.runtime.handle_form import MOST_DIMS
+from specache_fx.runtime.handles.handle_form import MOST_DIMS
 
 _aten = torch.ops.aten
 _WRITES = (

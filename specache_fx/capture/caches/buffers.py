@@ -18,7 +18,7 @@ from specache_fx.capture.graph.graph_edit import finish
 from specache_fx.capture.graph.graph_slices import ancestors, cut_out
 from specache_fx.capture.graph.graph_utils import is_integer, is_integer_tensor, placeholders
 from specache_fx.capture.graph.left_alone import GROW, LEAVE, LeaveAlone
-from specache_fx.runtime.graph_part import Part
+from specache_fx.runtime.graph.graph_part import Part
 from specache_fx.runtime.ops import SDPA
 
 REMEDY = f"Let nothing but attention read such a cache. Or {GROW}. {LEAVE}."
@@ -36,7 +36,7 @@ class Buffer:
         place: Position among Dynamo's inputs; None where the graph makes the buffer, in a first call.
         input: Position among the graph's: the values of a pair have one behind Dynamo's.
         outputs: Positions among Dynamo's outputs where the buffer itself is returned.
-        form: See `runtime/handle_form.py`.
+        form: See `runtime/handles/handle_form.py`.
         num_kv_heads: KV heads.
         window: Tokens that it has room for, where it keeps the newest; None where it keeps all.
         before: Tokens that it has to hold before the call.

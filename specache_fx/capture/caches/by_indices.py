@@ -27,7 +27,7 @@ from specache_fx.capture.graph.graph_utils import (
     shape_of,
     value_of,
 )
-from specache_fx.runtime.handle_form import (
+from specache_fx.runtime.handles.handle_form import (
     FOLDED,
     FORMS,
     HEADS_FIRST,

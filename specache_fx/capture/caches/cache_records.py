@@ -11,7 +11,7 @@ from typing import Any
 from torch.fx import Node
 
 from specache_fx.capture.graph.graph_utils import shape_of
-from specache_fx.runtime.handle_form import token_dim
+from specache_fx.runtime.handles.handle_form import token_dim
 
 
 class Tokens(Enum):

@@ -23,7 +23,7 @@ from specache_fx.capture.graph.graph_utils import (
 )
 from specache_fx.capture.graph.left_alone import GROW, GROWING, LEAVE, LeaveAlone
 from specache_fx.capture.program import Side
-from specache_fx.runtime.handle_form import MOST_DIMS
+from specache_fx.runtime.handles.handle_form import MOST_DIMS
 
 ONLY_ATTENTION = f"Let nothing but attention, and cat([past, new], dim=-2), read the cached tensors. {LEAVE}."
 _aten = torch.ops.aten

@@ -1,7 +1,7 @@
 """Keys and values of an attention as they are in other forms: the graph's nodes that make one of the other.
 
 side         [batch, num_kv_heads, tokens, channels]
-in the model what `runtime/handle_form.py` lists
+in the model what `runtime/handles/handle_form.py` lists
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from specache_fx.capture.graph.graph_utils import (
 )
 from specache_fx.capture.graph.left_alone import UnknownFormError
 from specache_fx.capture.graph.trace import inline
-from specache_fx.runtime.handle_form import (
+from specache_fx.runtime.handles.handle_form import (
     PAIR,
     dims_of,
     is_laid_out,

@@ -33,7 +33,7 @@ from specache_fx.capture.graph.graph_utils import (
 )
 from specache_fx.capture.graph.left_alone import LEAVE, LeaveAlone
 from specache_fx.errors import first_line
-from specache_fx.runtime.expansion import Expansion
+from specache_fx.runtime.graph.expansion import Expansion
 
 _LAYOUTS = {"reshape", "expand", "new_empty", "new_zeros", "new_ones", "empty", "zeros"}
 _PROOF_TOKENS = (6, 3)

@@ -64,8 +64,8 @@ from specache_fx.capture.graph.graph_utils import (
 )
 from specache_fx.capture.graph.left_alone import GROW, LEAVE, LeaveAlone, UnknownFormError, sdpa_instead
 from specache_fx.capture.graph.trace import inline
-from specache_fx.runtime.graph_part import Part
-from specache_fx.runtime.handle_form import is_laid_out, token_dim
+from specache_fx.runtime.graph.graph_part import Part
+from specache_fx.runtime.handles.handle_form import is_laid_out, token_dim
 from specache_fx.runtime.ops import SDPA
 
 _aten = torch.ops.aten

@@ -44,7 +44,7 @@ from specache_fx.capture.graph.graph_slices import ancestors, eliminate_dead_cod
 from specache_fx.capture.graph.graph_utils import END, is_float, newest, placeholders, shape_of
 from specache_fx.capture.graph.left_alone import UnknownFormError
 from specache_fx.capture.program import CacheForm
-from specache_fx.runtime.handle_form import HEADS_FIRST, MOST_DIMS, PAIR, num_sides, token_dim
+from specache_fx.runtime.handles.handle_form import HEADS_FIRST, MOST_DIMS, PAIR, num_sides, token_dim
 
 _aten = torch.ops.aten
 

@@ -23,7 +23,7 @@ from specache_fx.capture.graph.graph_utils import (
     value_of,
 )
 from specache_fx.capture.graph.segments import Segment
-from specache_fx.runtime.handle_form import MOST_DIMS
+from specache_fx.runtime.handles.handle_form import MOST_DIMS
 
 _MOVES = {
     "cat", "stack", "transpose", "permute", "reshape", "expand", "repeat", "unsqueeze", "squeeze", "clone", "_to_copy",

@@ -43,8 +43,8 @@ from specache_fx.capture.graph.left_alone import BREAKS, GROW, LEAVE, LeaveAlone
 from specache_fx.capture.positions.find_token import Token
 from specache_fx.capture.program import AttentionCore, AttentionSite, Phase, Refusal, Side
 from specache_fx.config import SpecacheConfig
-from specache_fx.runtime.handle import unfit_reason
-from specache_fx.runtime.layout import LayerShape
+from specache_fx.runtime.handles.handle import unfit_reason
+from specache_fx.runtime.layers.layout import LayerShape
 
 
 def _comes_whole(core: AttentionCore) -> bool:

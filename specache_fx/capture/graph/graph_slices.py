@@ -11,7 +11,7 @@ from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from specache_fx.capture.graph.graph_utils import placeholders, reads_shape_only, target_name, value_of
 from specache_fx.capture.graph.segments import Segment
-from specache_fx.runtime.graph_part import Part
+from specache_fx.runtime.graph.graph_part import Part
 from specache_fx.runtime.ops import SDPA
 
 _CONSTANT_NODES = 50  # a factor is computed in fewer

@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_aggregate
 from torch.nn.attention import flex_attention
 
-from specache_fx.runtime import handle_tensor
+from specache_fx.runtime.handles import handle_tensor
 
 _aten = torch.ops.aten
 _METADATA = {

@@ -60,7 +60,7 @@ from specache_fx.capture.graph.segments import NAME, CannotCut, Joined, Segment,
 from specache_fx.capture.graph.simplify import merge_equal_calls, simplify
 from specache_fx.capture.graph.subclasses import flatten, unflatten
 from specache_fx.errors import first_line
-from specache_fx.runtime.handle_form import is_laid_out
+from specache_fx.runtime.handles.handle_form import is_laid_out
 from specache_fx.runtime.ops import SDPA
 
 _KEPT = ("tensor_dict", "grapharg", "_dynamo_source", "stack_trace")  # of a placeholder's meta

@@ -36,7 +36,7 @@ from specache_fx.capture.graph.graph_utils import (
 )
 from specache_fx.capture.graph.left_alone import LEAVE, LeaveAlone
 from specache_fx.capture.program import AttentionSite
-from specache_fx.runtime.sources import PositionalPart, Sources
+from specache_fx.runtime.graph.sources import PositionalPart, Sources
 
 _LOOKS_UP = ("embedding", "index", "index_select", "gather", "take")
 

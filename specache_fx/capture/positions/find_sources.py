@@ -22,8 +22,8 @@ from specache_fx.capture.graph.graph_utils import (
 )
 from specache_fx.capture.positions.newest_tokens import NEWEST_OF
 from specache_fx.capture.program import AttentionSite, CacheForm
-from specache_fx.runtime.handle_form import token_dim
-from specache_fx.runtime.sources import Sources
+from specache_fx.runtime.graph.sources import Sources
+from specache_fx.runtime.handles.handle_form import token_dim
 
 
 def find_sources(

@@ -27,9 +27,9 @@ from specache_fx.capture.graph.graph_utils import (
 )
 from specache_fx.capture.graph.left_alone import LeaveAlone
 from specache_fx.capture.program import AttentionSite
-from specache_fx.runtime.graph_part import Part
+from specache_fx.runtime.graph.graph_part import Part
+from specache_fx.runtime.graph.sources import PositionalPart, Sources
 from specache_fx.runtime.ops import SDPA
-from specache_fx.runtime.sources import PositionalPart, Sources
 
 _aten = torch.ops.aten
 

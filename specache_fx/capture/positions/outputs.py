@@ -17,7 +17,7 @@ from specache_fx.capture.graph.graph_utils import (
 )
 from specache_fx.capture.positions.newest_tokens import NEWEST_OF
 from specache_fx.capture.program import AttentionSite, OutputPlan
-from specache_fx.runtime.sources import Sources
+from specache_fx.runtime.graph.sources import Sources
 
 _NEVER_PREDICTED = 32  # rows of a table of embeddings, at most, that logits have no number for
 

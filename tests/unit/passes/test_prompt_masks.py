@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from specache_fx.backend import specache
 from specache_fx.capture.program import Phase, Program
 from specache_fx.errors import UnsupportedGraphError
-from specache_fx.runtime import prompt_masks as rules
+from specache_fx.runtime.graph import prompt_masks as rules
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 HEADS, DIM, TOKENS = 2, 8, 40

@@ -12,8 +12,9 @@ from support.threads import at_once, num_threads
 from support.zoo import SMALL, build
 
 import specache_fx
-from specache_fx.runtime import cpp_build, cpu_recorder, ops  # noqa: F401  (ops defines the operators)
-from specache_fx.runtime.native import graph_ops
+from specache_fx.runtime import ops  # noqa: F401  (ops defines the operators)
+from specache_fx.runtime.native import cpp_build, graph_ops
+from specache_fx.runtime.steps import cpu_recorder
 
 PATH = f"{SUPPORT}:{Path(__file__).parent}"
 

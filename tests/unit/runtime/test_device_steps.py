@@ -16,12 +16,13 @@ from support.strategies import AttentionShape
 from support.triton_mode import DEVICE, needs_triton
 
 from specache_fx.config import SpecacheConfig
-from specache_fx.runtime import host_cache, ops, registry  # noqa: F401  (ops defines the operators)
-from specache_fx.runtime.decode_step import DecodeStep
-from specache_fx.runtime.layout import LayerShape
-from specache_fx.runtime.session import Session
+from specache_fx.runtime.host import host_cache
+from specache_fx.runtime.layers.layout import LayerShape
+from specache_fx.runtime.session import registry  # noqa: F401  (ops defines the operators)
+from specache_fx.runtime.session.decode_step import DecodeStep
+from specache_fx.runtime.session.session import Session
+from specache_fx.runtime.steps.triton_steps import TritonSteps
 from specache_fx.runtime.transfer import KernelTransfer
-from specache_fx.runtime.triton_steps import TritonSteps
 
 pytestmark = [needs_triton, pytest.mark.gpu]
 BATCH, HEADS, KV_HEADS = 2, 4, 2

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specache_fx.runtime import handle as handles
-from specache_fx.runtime.handle_form import (
+from specache_fx.runtime.handles import handle as handles
+from specache_fx.runtime.handles.handle_form import (
     FORMS,
     HEADS_FIRST,
     dims_of,

@@ -20,8 +20,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from support.process import start
 
 from specache_fx.errors import ConfigError, HostMemoryError, SpecacheError
-from specache_fx.runtime.host_blocks import resolve_host
-from specache_fx.runtime.host_cache import HostCache
+from specache_fx.runtime.host.host_blocks import resolve_host
+from specache_fx.runtime.host.host_cache import HostCache
 
 SHAPES = [(2, 3, 5), (1, 4, 4)]
 BATCH = 2
@@ -242,8 +242,8 @@ def test_folder_without_permission_is_named(tmp_path: Path):
     code = """
         import os, sys, torch
         from specache_fx.errors import ConfigError, HostMemoryError
-        from specache_fx.runtime.host_blocks import check_host_dir
-        from specache_fx.runtime.host_cache import HostCache
+        from specache_fx.runtime.host.host_blocks import check_host_dir
+        from specache_fx.runtime.host.host_cache import HostCache
         check_host_dir("disk", sys.argv[1])
         cache = HostCache(1, [(1, 4, 4)], torch.float16, "disk", sys.argv[1])
         os.chmod(sys.argv[1], 0o500)
@@ -273,7 +273,7 @@ def test_full_disk_raises_and_what_was_stored_stays_readable(tmp_path: Path):
     code = """
         import os, resource, sys, torch
         from specache_fx.errors import HostMemoryError
-        from specache_fx.runtime.host_cache import HostCache
+        from specache_fx.runtime.host.host_cache import HostCache
 
         def file_bytes():
             links = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
@@ -331,7 +331,7 @@ def test_full_file_system_raises_instead_of_ending_the_process(tmp_path: Path):
     code = """
         import sys, torch
         from specache_fx.errors import HostMemoryError
-        from specache_fx.runtime.host_cache import HostCache
+        from specache_fx.runtime.host.host_cache import HostCache
         cache = HostCache(1, [(1, 64, 64)], torch.float16, "disk", sys.argv[1], block_tokens=1024)
         k = torch.randn(1, 1, 512, 64).half()
         try:
@@ -415,8 +415,8 @@ def test_auto_takes_the_disk_where_the_prompt_does_not_fit_into_memory(tmp_path:
         import os, resource, sys, torch
         from specache_fx.config import SpecacheConfig
         from specache_fx.errors import HostMemoryError
-        from specache_fx.runtime.layout import LayerShape
-        from specache_fx.runtime.session import Session
+        from specache_fx.runtime.layers.layout import LayerShape
+        from specache_fx.runtime.session.session import Session
 
         torch.set_num_threads(1)
         k = torch.randn(1, 8, 16384, 64)

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from specache_fx import _log
 from specache_fx.errors import ConfigError, KernelUnavailableError
-from specache_fx.runtime import cpp_build
-from specache_fx.runtime.cpp_build import SOURCES
 from specache_fx.runtime.kernels import KERNELS, DecodeInputs, Kernel, check_kernel, choose_kernel
 from specache_fx.runtime.kernels.cpu import CpuKernel
 from specache_fx.runtime.kernels.cpu.arguments import SCORE_TOLERANCE
 from specache_fx.runtime.kernels.exact_pairs import ExactPairsKernel
 from specache_fx.runtime.kernels.reference import ReferenceKernel
+from specache_fx.runtime.native import cpp_build
+from specache_fx.runtime.native.cpp_build import SOURCES
 from specache_fx.runtime.quant.hadamard import block_size
 
 CPU = torch.device("cpu")

@@ -24,13 +24,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import specache_fx
 from specache_fx.config import SpecacheConfig
 from specache_fx.errors import HostMemoryError
-from specache_fx.runtime import ops, registry  # noqa: F401  (ops defines the operators)
-from specache_fx.runtime.decode_step import DecodeStep
-from specache_fx.runtime.layer_cache import LayerCache
-from specache_fx.runtime.layout import LayerShape
+from specache_fx.runtime.layers.layer_cache import LayerCache
+from specache_fx.runtime.layers.layout import LayerShape
 from specache_fx.runtime.native import graph_ops
-from specache_fx.runtime.session import Session
-from specache_fx.runtime.step_table import LayerC, SessionC
+from specache_fx.runtime.session import registry  # noqa: F401  (ops defines the operators)
+from specache_fx.runtime.session.decode_step import DecodeStep
+from specache_fx.runtime.session.session import Session
+from specache_fx.runtime.steps.step_table import LayerC, SessionC
 from specache_fx.runtime.tracing import recording
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ import pytest
 from support.process import start
 
 from specache_fx import _log
-from specache_fx.runtime import cpp_build, library_cache
+from specache_fx.runtime.native import cpp_build, library_cache
 
 Load = Callable[[Path], int]
 pytestmark = pytest.mark.skipif(cpp_build.find_compiler() is None, reason="no C++ compiler")
@@ -160,7 +160,7 @@ def test_relative_cache_home_is_ignored(load: Load, tmp_path: Path, monkeypatch:
 def test_user_without_a_home_builds_in_a_folder_that_does_not_stay(sources: Path) -> None:
     code = """
         import fcntl, os, sys, tempfile, pathlib
-        from specache_fx.runtime import cpp_build
+        from specache_fx.runtime.native import cpp_build
         os.environ.pop("HOME", None), os.environ.pop("XDG_CACHE_HOME", None)
         os.setgid(54321), os.setuid(54321)
         print(cpp_build.load_library("tiny", pathlib.Path(sys.argv[1]), "portable").answer())
@@ -179,7 +179,7 @@ def test_user_without_a_home_builds_in_a_folder_that_does_not_stay(sources: Path
 def test_two_processes_that_build_at_once_share_one_library(sources: Path, tmp_path: Path) -> None:
     code = """
         import pathlib, sys
-        from specache_fx.runtime import cpp_build
+        from specache_fx.runtime.native import cpp_build
         print(cpp_build.load_library("tiny", pathlib.Path(sys.argv[1]), "portable").answer())
     """
     running = [start(code, str(sources), XDG_CACHE_HOME=str(tmp_path)) for _ in range(2)]
@@ -194,7 +194,7 @@ def test_looking_the_backend_up_builds_and_loads_what_its_first_call_needs(
     code = """
         import logging, pathlib, sys, threading
         import torch
-        from specache_fx.runtime import cpp_build
+        from specache_fx.runtime.native import cpp_build
         logging.basicConfig(level=logging.INFO)
         cpp_build.SOURCES, cpp_build.LIBRARIES = pathlib.Path(sys.argv[1]), {"tiny": False}
         torch._dynamo.lookup_backend("specache")
@@ -238,7 +238,7 @@ def test_build_that_was_killed_is_cleared_away_by_the_next_one(
     slow.chmod(0o755)
     code = """
         import pathlib, sys
-        from specache_fx.runtime import cpp_build
+        from specache_fx.runtime.native import cpp_build
         cpp_build.load_library("tiny", pathlib.Path(sys.argv[1]), "portable")
     """
     cache = tmp_path / "specache_fx"

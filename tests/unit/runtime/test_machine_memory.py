@@ -13,9 +13,9 @@ import torch
 
 from specache_fx import _log
 from specache_fx.errors import ConfigError, HostMemoryError
-from specache_fx.runtime.host_blocks import check_host_dir, resolve_host
-from specache_fx.runtime.host_cache import HostCache
-from specache_fx.runtime.machine_memory import (
+from specache_fx.runtime.host.host_blocks import check_host_dir, resolve_host
+from specache_fx.runtime.host.host_cache import HostCache
+from specache_fx.runtime.host.machine_memory import (
     available_bytes,
     control_group_bytes,
     disk_folder,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specache_fx.errors import UnsupportedGraphError
-from specache_fx.runtime.masks import by_lane, hides, split_row
+from specache_fx.runtime.layers.masks import by_lane, hides, split_row
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

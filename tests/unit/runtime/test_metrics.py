@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specache_fx._log import forget_warnings
-from specache_fx.runtime.metrics import Metrics
+from specache_fx.runtime.session.metrics import Metrics
 
 STEPS = 300  # some more than are summed together
 

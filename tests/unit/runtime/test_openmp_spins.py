@@ -11,8 +11,7 @@ import time
 import pytest
 import torch
 
-from specache_fx.runtime import openmp_spins
-from specache_fx.runtime.native import graph_ops
+from specache_fx.runtime.native import graph_ops, openmp_spins
 
 
 def test_spins_follow_the_share_of_waiting() -> None:

@@ -17,9 +17,9 @@ from support.watch import Watch
 
 from specache_fx._log import forget_warnings
 from specache_fx.errors import HostMemoryError
-from specache_fx.runtime import cudart
-from specache_fx.runtime.host_blocks import PinnedStore
-from specache_fx.runtime.host_cache import HostCache, _send
+from specache_fx.runtime.host.host_blocks import PinnedStore
+from specache_fx.runtime.host.host_cache import HostCache, _send
+from specache_fx.runtime.native import cudart
 
 
 @pytest.fixture

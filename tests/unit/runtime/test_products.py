@@ -14,8 +14,8 @@ from support.process import python
 from support.threads import at_once, num_threads
 from torch import Tensor
 
-from specache_fx.runtime import cpp_build, ops  # noqa: F401  (defines the operator)
-from specache_fx.runtime.native import graph_ops, products
+from specache_fx.runtime import ops  # noqa: F401  (defines the operator)
+from specache_fx.runtime.native import cpp_build, graph_ops, products
 
 _i64, _address = ctypes.c_int64, ctypes.c_void_p
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specache_fx.runtime import prompt_masks
-from specache_fx.runtime.graph_part import Part
-from specache_fx.runtime.masks import hides
+from specache_fx.runtime.graph import prompt_masks
+from specache_fx.runtime.graph.graph_part import Part
+from specache_fx.runtime.layers.masks import hides
 
 OTHER, CAUSAL, BY_RULE = range(3)
 

@@ -24,8 +24,8 @@ from support.strategies import filled, key_masks
 from torch import Tensor
 
 from specache_fx.runtime.quant import KVKind, Planes, on_cpu
+from specache_fx.runtime.quant.compared.nuq import codebook
 from specache_fx.runtime.quant.hadamard import block_size, signs, transform
-from specache_fx.runtime.quant.nuq import codebook
 from specache_fx.runtime.quant.packing import unpack
 
 PAPER_MAP = Path(__file__).resolve().parents[3] / "docs" / "paper_map.md"

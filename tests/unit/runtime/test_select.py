@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from support.threads import num_threads
 
 from specache_fx.config import Aggregation
-from specache_fx.runtime import cpp_build
-from specache_fx.runtime.native import graph_ops
+from specache_fx.runtime.native import cpp_build, graph_ops
 from specache_fx.runtime.select import AGGREGATIONS, count_overlap, select_topk, topk_overlap
 from specache_fx.runtime.select.topk import sorted_topk
 

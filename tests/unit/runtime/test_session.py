@@ -19,12 +19,12 @@ from support.oracle_quant import Indices, select
 from specache_fx.config import Aggregation, SpecacheConfig
 from specache_fx.errors import CacheHandleError
 from specache_fx.runtime import ops  # noqa: F401  (defines the operators)
-from specache_fx.runtime import session as session_module
-from specache_fx.runtime.decode_step import DecodeStep
-from specache_fx.runtime.host_cache import HostCache
-from specache_fx.runtime.layout import LayerShape
+from specache_fx.runtime.host.host_cache import HostCache
+from specache_fx.runtime.layers.layout import LayerShape
 from specache_fx.runtime.native import graph_ops
-from specache_fx.runtime.session import Session
+from specache_fx.runtime.session import session as session_module
+from specache_fx.runtime.session.decode_step import DecodeStep
+from specache_fx.runtime.session.session import Session
 from specache_fx.runtime.transfer import CpuTransfer, WorkerTransfer
 
 CPU = torch.device("cpu")

@@ -10,10 +10,10 @@ from support import strategies
 from torch import Tensor
 
 from specache_fx.config import SpecacheConfig
-from specache_fx.runtime.layer_cache import LayerCache
-from specache_fx.runtime.layout import LayerShape
-from specache_fx.runtime.session import Session
-from specache_fx.runtime.snapshot import fork
+from specache_fx.runtime.layers.layer_cache import LayerCache
+from specache_fx.runtime.layers.layout import LayerShape
+from specache_fx.runtime.session.session import Session
+from specache_fx.runtime.session.snapshot import fork
 
 HEADS, KEY_DIM, VALUE_DIM = 2, 8, 6
 

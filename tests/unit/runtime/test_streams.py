@@ -19,11 +19,11 @@ from support.zoo import build
 
 import specache_fx
 from specache_fx._log import forget_warnings
-from specache_fx.runtime import cuda_streams, cudart
-from specache_fx.runtime.device_steps import DeviceSteps
-from specache_fx.runtime.host_cache import HostCache
-from specache_fx.runtime.metrics import Metrics
-from specache_fx.runtime.step_graph import CudaRecorder
+from specache_fx.runtime.host.host_cache import HostCache
+from specache_fx.runtime.native import cuda_streams, cudart
+from specache_fx.runtime.session.metrics import Metrics
+from specache_fx.runtime.steps.device_steps import DeviceSteps
+from specache_fx.runtime.steps.step_graph import CudaRecorder
 from specache_fx.runtime.transfer import CudaTransfer, CudaWorkerTransfer, Staging, cuda_worker
 
 pytestmark = [needs_triton, pytest.mark.skipif(DEVICE.type != "cpu", reason="the interpreter runs on a CPU")]

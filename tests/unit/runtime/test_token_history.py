@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.oracle import following
 
 from specache_fx.runtime.native import graph_ops
-from specache_fx.runtime.token_history import TokenHistory
+from specache_fx.runtime.session.token_history import TokenHistory
 
 CPU = torch.device("cpu")
 

@@ -18,10 +18,10 @@ from support.late_transfer import late_transfer
 from support.process import start
 
 from specache_fx.errors import HostMemoryError, SpecacheError
-from specache_fx.runtime import cpp_build, tracing
-from specache_fx.runtime.host_blocks import resolve_host
-from specache_fx.runtime.host_cache import HostCache
-from specache_fx.runtime.native import graph_ops
+from specache_fx.runtime import tracing
+from specache_fx.runtime.host.host_blocks import resolve_host
+from specache_fx.runtime.host.host_cache import HostCache
+from specache_fx.runtime.native import cpp_build, graph_ops
 from specache_fx.runtime.transfer import CpuTransfer, Staging, choose_transfer, cpu, plan_slots
 
 SHAPES = [(2, 3, 5), (1, 4, 4)]
@@ -370,7 +370,7 @@ def test_error_of_a_copy_that_is_made_at_once_is_raised_at_once():
 def test_forked_process_copies_with_a_transfer_of_its_own():
     code = """
         import os, torch
-        from specache_fx.runtime.host_cache import HostCache
+        from specache_fx.runtime.host.host_cache import HostCache
         from specache_fx.runtime.transfer import choose_transfer
 
         torch.set_num_threads(1)  # OpenMP's don't survive a fork
@@ -511,7 +511,7 @@ def test_interpreter_exits_with_a_copy_under_way():
         import atexit, threading
         atexit.register(lambda: print([thread.name for thread in threading.enumerate()]))  # runs last
         import time, torch
-        from specache_fx.runtime.host_cache import HostCache
+        from specache_fx.runtime.host.host_cache import HostCache
         from support.late_transfer import late_transfer
 
         host = HostCache(1, [(1, 64, 64)], torch.float32)
@@ -532,7 +532,7 @@ def test_a_daemon_threads_copies_at_the_interpreters_exit_are_made_without_a_thr
     """`atexit` functions run behind the end of all thread pools."""
     code = """
         import atexit, torch
-        from specache_fx.runtime.host_cache import HostCache
+        from specache_fx.runtime.host.host_cache import HostCache
         from specache_fx.runtime.transfer import choose_transfer
 
         host = HostCache(1, [(1, 8, 8)], torch.float32, "disk")

@@ -16,8 +16,8 @@ from support.triton_mode import DEVICE, INSTALLED, needs_triton
 from specache_fx.errors import KernelUnavailableError
 from specache_fx.runtime.kernels import choose_kernel
 from specache_fx.runtime.kernels.exact_pairs import ExactPairsKernel
-from specache_fx.runtime.kernels.triton_arguments import arguments_of, merge_arguments, taken_by
-from specache_fx.runtime.kernels.triton_kernel import TritonKernel
+from specache_fx.runtime.kernels.triton.arguments import arguments_of, merge_arguments, taken_by
+from specache_fx.runtime.kernels.triton.kernel import TritonKernel
 from specache_fx.runtime.quant.hadamard import rotation
 
 if INSTALLED:
@@ -88,8 +88,8 @@ def test_softcap_of_any_size_is_within_the_budget(softcap):
 def test_attention_is_the_same_for_all_tile_sizes(monkeypatch, block, parts, quantizer):
     if DEVICE.type != "cpu":
         pytest.skip("a GPU times its configs, and takes one")
-    from specache_fx.runtime.kernels.triton_decode import partial_attention
-    from specache_fx.runtime.kernels.triton_scores import selection_scores
+    from specache_fx.runtime.kernels.triton.decode import partial_attention
+    from specache_fx.runtime.kernels.triton.scores import selection_scores
 
     for kernel in (partial_attention, selection_scores):
         monkeypatch.setattr(kernel, "configs", [triton.Config({"BLOCK_N": block, "PARTS": parts})])
@@ -156,7 +156,7 @@ def test_rotated_queries_fit_into_float16():
     inputs = replace(inputs, query=(8000 * aligned).to(inputs.query.dtype).expand_as(inputs.query))
     arguments = arguments_of(inputs)
     arguments |= merge_arguments(inputs, arguments)
-    from specache_fx.runtime.kernels.triton_merge import rotate_queries
+    from specache_fx.runtime.kernels.triton.merge import rotate_queries
 
     code_query = arguments["code_query"]
     launched = code_query.shape[:3].numel()

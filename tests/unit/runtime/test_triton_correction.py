@@ -14,9 +14,10 @@ from support.cases import examples
 from support.kernel_cases import KernelCase, make_inputs, truth_of
 from support.triton_mode import DEVICE, needs_triton
 
-from specache_fx.runtime.kernels import DecodeInputs, triton_correction
+from specache_fx.runtime.kernels import DecodeInputs
 from specache_fx.runtime.kernels.reference import ReferenceKernel
-from specache_fx.runtime.kernels.triton_kernel import TritonKernel
+from specache_fx.runtime.kernels.triton import correction as triton_correction
+from specache_fx.runtime.kernels.triton.kernel import TritonKernel
 
 pytestmark = needs_triton
 HERE = pytest.mark.skipif(

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from support.triton_mode import DEVICE, needs_triton
 
 from specache_fx.errors import SpecacheError
-from specache_fx.runtime.host_blocks import resolve_host
-from specache_fx.runtime.host_cache import HostCache
+from specache_fx.runtime.host.host_blocks import resolve_host
+from specache_fx.runtime.host.host_cache import HostCache
 from specache_fx.runtime.transfer import (
     CpuTransfer,
     CudaTransfer,

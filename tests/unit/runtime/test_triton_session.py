@@ -9,9 +9,9 @@ import torch
 from support.triton_mode import DEVICE, needs_triton
 
 from specache_fx.config import SpecacheConfig
-from specache_fx.runtime.decode_step import DecodeStep
-from specache_fx.runtime.layout import LayerShape
-from specache_fx.runtime.session import Session
+from specache_fx.runtime.layers.layout import LayerShape
+from specache_fx.runtime.session.decode_step import DecodeStep
+from specache_fx.runtime.session.session import Session
 from specache_fx.runtime.transfer import choose_transfer
 
 pytestmark = [needs_triton, pytest.mark.gpu]

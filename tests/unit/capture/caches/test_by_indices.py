@@ -15,7 +15,7 @@ from specache_fx.capture.caches.buffer_reads import buffer_reads
 from specache_fx.capture.caches.by_indices import ById
 from specache_fx.capture.caches.cache_records import Written
 from specache_fx.capture.caches.cache_views import attentions_of
-from specache_fx.runtime.handle_form import HEADS_FIRST, TOKENS_FIRST
+from specache_fx.runtime.handles.handle_form import HEADS_FIRST, TOKENS_FIRST
 
 Q, K, PAST = torch.randn(2, 4, 1, 8), torch.randn(2, 1, 2, 8), torch.randn(2, 5, 2, 8)
 BUFFER, ROW = torch.zeros(2, 2, 64, 8), torch.tensor([7])

@@ -6,7 +6,7 @@ import torch
 from support import graphs
 
 from specache_fx.capture.caches.cache_records import Tokens, Written, with_nodes
-from specache_fx.runtime.handle_form import HEADS_FIRST, TOKENS_FIRST
+from specache_fx.runtime.handles.handle_form import HEADS_FIRST, TOKENS_FIRST
 
 
 def written() -> Written:

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from specache_fx.capture.caches.cache_views import as_in_model, attentions_of, heads_first_of, read_sides
 from specache_fx.capture.graph.graph_edit import finish
 from specache_fx.capture.graph.graph_utils import placeholders, shape_of
-from specache_fx.runtime.handle_form import FORMS, joined, num_sides
+from specache_fx.runtime.handles.handle_form import FORMS, joined, num_sides
 
 SIDES = [torch.randn(2, 3, 5, 8) for _ in range(2)]
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from specache_fx.capture.graph.graph_utils import placeholders
 from specache_fx.capture.program import Program
-from specache_fx.runtime.expansion import Expansion
+from specache_fx.runtime.graph.expansion import Expansion
 
 Expand = Callable[["Latent", Tensor, Tensor], Any]
 BATCH, HEADS, ROPE, LATENT, NOPE, VALUE = 2, 4, 16, 20, 6, 12

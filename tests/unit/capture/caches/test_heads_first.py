@@ -17,7 +17,7 @@ from specache_fx.capture.graph.graph_utils import placeholders, shape_of, target
 from specache_fx.capture.program import Phase, Program
 from specache_fx.config import SpecacheConfig
 from specache_fx.runners.border import as_taken
-from specache_fx.runtime.handle_form import joined
+from specache_fx.runtime.handles.handle_form import joined
 from specache_fx.runtime.ops import SDPA
 
 CAT = torch.ops.aten.cat.default

@@ -12,7 +12,7 @@ from torch import nn
 
 from specache_fx.capture.graph.graph_utils import target_name
 from specache_fx.capture.program import Phase, Program
-from specache_fx.runtime.sources import PositionalPart
+from specache_fx.runtime.graph.sources import PositionalPart
 
 
 def prelude_of(program: Program) -> PositionalPart:

@@ -14,7 +14,7 @@ from torch import Tensor
 from specache_fx.capture.analyse import analyse
 from specache_fx.capture.program import Phase, Program
 from specache_fx.config import SpecacheConfig
-from specache_fx.runtime.sources import Sources
+from specache_fx.runtime.graph.sources import Sources
 
 
 def step_of(model: str) -> tuple[Program, Sources]:

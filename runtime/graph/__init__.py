@@ -1,0 +1,1 @@
+"""What a decode graph's runner computes beside the graph."""

@@ -1,0 +1,1 @@
+"""Tensors that stand for a session's layer in the model's cache."""

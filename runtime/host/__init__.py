@@ -1,0 +1,1 @@
+"""The host tier: exact pairs in memory or in files."""

@@ -1,0 +1,1 @@
+"""One layer's cache: codes, window, sinks and masks."""

@@ -1,0 +1,1 @@
+"""Quantisers of other papers, for comparisons: no fast kernel reads their codes."""

@@ -1,0 +1,1 @@
+"""Sessions: the layers of one generation, who owns them, and what is counted."""

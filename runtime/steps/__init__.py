@@ -1,0 +1,1 @@
+"""Decode steps as one operator a layer, recorded and replayed."""
