@@ -69,7 +69,7 @@ def layer_form(program: Program, site: AttentionSite, lanes: int) -> LayerForm:
 
 
 def fused_layers(program: Program, kernel: str | None, lanes: int) -> dict[int, OpOverload]:
-    """`Program.fused` of a session whose whole steps `kernel` runs (`WholeSteps.kernel`), or none.
+    """`Program.fused` of a session whose whole steps `kernel` runs (`FusedSteps.kernel`), or none.
 
     A layer that several attentions share keeps its operators.
     """

@@ -222,7 +222,7 @@ class HostCache:
             weakref.finalize(self, self._written.synchronize).atexit = False
         self._written.record(torch.cuda.current_stream(device))
 
-    def _settle(self) -> None:
+    def _drain(self) -> None:
         """Return when the rows that were appended are there."""
         if self._written is not None:
             self._written.synchronize()
@@ -242,7 +242,7 @@ class HostCache:
             k `[batch, num_kv_heads, stop - start, key_dim]` and v `[..., value_dim]`, the caller's own.
         """
         self._check_open()
-        self._settle()
+        self._drain()
         rows = self._layers[layer]
         if not 0 <= start <= stop <= rows.length:
             raise IndexError(f"Tokens {start} to {stop} of layer {layer}, which holds {rows.length}.")
@@ -272,7 +272,7 @@ class HostCache:
             `[n, key_dim + value_dim]` of the KV dtype, on the CPU.
         """
         self._check_open()
-        self._settle()
+        self._drain()
         rows = self._layers[layer]
         row = batch_idx.numpy() * rows.num_kv_heads + head_idx.numpy()
         token = token_idx.numpy()
@@ -293,7 +293,7 @@ class HostCache:
     def reorder(self, layer: int, batch_rows: torch.Tensor) -> None:
         """Set batch row i to the former row `batch_rows[i]`, int64 `[batch]` on the CPU; moves changed rows only."""
         self._check_open()
-        self._settle()
+        self._drain()
         rows = self._layers[layer]
         changed = (batch_rows != torch.arange(self.batch, device="cpu")).nonzero().flatten()
         if not len(changed):
@@ -304,7 +304,7 @@ class HostCache:
     def parts(self, layer: int) -> list[torch.Tensor]:
         """A layer's rows in order, `[batch, num_kv_heads, tokens, key_dim + value_dim]` each; views, no copy."""
         self._check_open()
-        self._settle()
+        self._drain()
         rows = self._layers[layer]
         return [block[:, :, inside] for block, inside, _ in rows.parts(0, rows.length)]
 
@@ -340,7 +340,7 @@ class HostCache:
         self._closed = True
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
-        self._settle()
+        self._drain()
         for device in self._tables:
             if device.type == "cuda":
                 cuda_streams.synchronize(device)  # launches may still read the rows

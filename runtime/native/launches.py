@@ -61,7 +61,7 @@ def launch(kernel: Any, grid: tuple[int, ...], /, **arguments: Any) -> None:
 
 
 @contextlib.contextmanager
-def noted() -> Iterator[list[Launch]]:
+def record_launches() -> Iterator[list[Launch]]:
     """Collect this thread's launches by `launch` within the block, in order."""
     before, _here.notes = getattr(_here, "notes", None), []
     try:

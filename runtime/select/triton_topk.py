@@ -38,7 +38,7 @@ def _best_of_blocks(
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
     MIXES: tl.constexpr,
-    TOLD: tl.constexpr,
+    LENGTHS_IN_MEMORY: tl.constexpr,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -49,7 +49,7 @@ def _best_of_blocks(
             contiguous int64 keys.
         other: Where it MIXES, scores of the same strides.
         shares: float32 `[batch]`: the weights of `source`; `other` weighs the rest.
-        lengths: int32: the number of tokens, where that is TOLD by the device's memory.
+        lengths: int32: the number of tokens, where that is LENGTHS_IN_MEMORY by the device's memory.
 
     Written:
         out: int64 keys `[rows, blocks, top_k]`; in the LAST round, of one block, int32 positions `[rows, top_k]`.
@@ -59,7 +59,7 @@ def _best_of_blocks(
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     position = block * BLOCK + tl.arange(0, BLOCK)
-    if TOLD:
+    if LENGTHS_IN_MEMORY:
         tokens = tl.load(lengths)
     ok = position < tokens
     if FIRST:
@@ -206,7 +206,7 @@ def select_topk(
                 FIRST=number == 0,
                 LAST=result is results[-1],
                 MIXES=number == 0 and other is not None,
-                TOLD=number == 0 and told is not None,
+                LENGTHS_IN_MEMORY=number == 0 and told is not None,
                 K=max(triton_ops.power_of_two(top_k), 2),
                 BLOCK=block,
                 num_warps=4,

@@ -83,7 +83,7 @@ class Claim:
 
 
 @registry.locked
-def go_on(
+def resolve(
     past: Sequence[torch.Tensor], config: SpecacheConfig, shapes: tuple[LayerShape, ...]
 ) -> tuple[Session, list[torch.Tensor]]:
     """Give the session that the past KV inputs of a call belong to, at the length that the caller believes.
@@ -120,7 +120,7 @@ def go_on(
             f"The past KV cache was made with {session.config} for {len(session.shapes)} layers; this graph was"
             f" compiled with {config} for {len(shapes)}. Use a cache with the compiled model that made it."
         )
-    with registry.holding(session):
+    with registry.try_hold(session):
         return _take(claim)
 
 
@@ -128,7 +128,7 @@ def read_claim(past: Sequence[torch.Tensor]) -> Claim:
     """Find the session of past KV inputs, their length and their rows. Changes nothing.
 
     Raises:
-        CacheHandleError: As `go_on`.
+        CacheHandleError: As `resolve`.
     """
     issued = registry.issue_of(past[0])
     claim = _recognise(past) if issued is None else _own(living(issued), past)

@@ -1,6 +1,6 @@
 """`DecodeStep`: the effects of a decode graph's ops on a session, in graph order.
 
-    wait_prefetch -> attend -> append -> select -> prefetch        once a layer, or as one (`WholeSteps`)
+    wait_prefetch -> attend -> append -> select -> prefetch        once a layer, or as one (`FusedSteps`)
 
 It lasts for one run of the graph. It holds the values that ops hand on to each other, and this token's masks. The
 session holds everything that outlasts the token.
@@ -20,7 +20,7 @@ from specache_fx.runtime.layers.layer_state import LayerCall
 from specache_fx.runtime.layers.masks import WindowMask
 from specache_fx.runtime.select import AGGREGATIONS, select_topk
 from specache_fx.runtime.session.session import Session
-from specache_fx.runtime.steps.whole_steps import StepFacts
+from specache_fx.runtime.steps.fused_steps import StepFacts
 
 _running: dict[int, DecodeStep] = {}  # by the address of its session's `state`, which runs one at a time
 
@@ -31,7 +31,7 @@ class DecodeStep:
 
     Attributes:
         session: Whose.
-        whole: Layers whose operators the graph calls as one (`fuse_layer_steps`, `WholeSteps`).
+        fused_layers: Layers whose operators the graph calls as one (`fuse_layer_steps`, `FusedSteps`).
         predecoding: Nothing is kept of the token, and no pairs have been prefetched for it.
         biases: By layer that keeps all tokens, the model's bias on its scores: see `DecodeInputs.bias`.
         seen: By layer that keeps all tokens, the keys that each lane sees where the step reads masks: bool `[lanes,
@@ -48,7 +48,7 @@ class DecodeStep:
 
     session: Session
     predecoding: bool = False
-    whole: tuple[int, ...] = ()
+    fused_layers: tuple[int, ...] = ()
     biases: dict[int, torch.Tensor] = field(default_factory=dict)
     seen: dict[int, torch.Tensor] = field(default_factory=dict)
     window_masks: dict[int, tuple[WindowMask | None, ...]] = field(default_factory=dict)
@@ -69,8 +69,8 @@ class DecodeStep:
         session = self.session
         run: list[int] = []
         late = False
-        if self.whole:
-            self._tell()
+        if self.fused_layers:
+            self._write_facts()
         _running[session.state.data_ptr()] = self
         try:
             yield
@@ -80,14 +80,14 @@ class DecodeStep:
             raise
         finally:
             _running.pop(session.state.data_ptr(), None)
-            if self.whole:
+            if self.fused_layers:
                 run, late = self._collect()
         if late:
             self._fill(run)
 
-    def _tell(self) -> None:
+    def _write_facts(self) -> None:
         """Prepare for the layers that are run as one operator."""
-        session, layers = self.session, {i: self.session.layers[i] for i in self.whole}
+        session, layers = self.session, {i: self.session.layers[i] for i in self.fused_layers}
         assert session.steps is not None and session.batch is not None
         if session.transfer is not None:
             session.transfer.join()  # work beside the step before reads memory that is written now
@@ -114,7 +114,7 @@ class DecodeStep:
             missed=self.missed,
             counts=session.metrics.step_counts(session.batch) if counted else None,
         )
-        session.steps.tell(layers, facts)
+        session.steps.write_facts(layers, facts)
 
     def _first_layers(self) -> tuple[dict[int, int], dict[int, torch.Tensor], dict[int, torch.Tensor]]:
         """See `StepFacts.first_layers` and `visible`; and the biases of windows."""
@@ -122,7 +122,7 @@ class DecodeStep:
         firsts: dict[tuple[Any, ...], int] = {}
         visible: dict[int, torch.Tensor] = {}
         biases: dict[int, torch.Tensor] = {}
-        for layer in self.whole:
+        for layer in self.fused_layers:
             cache, window = self.session.layers[layer], self.session.shapes[layer].window
             masks = self.window_masks.get(layer, (None,) * self.lanes)
             seen = self.seen.get(layer)
@@ -137,7 +137,7 @@ class DecodeStep:
         return first_layers, visible, biases
 
     def _collect(self) -> tuple[list[int], bool]:
-        """Record the layers that ran, also where the graph failed midway; see `WholeSteps.end`."""
+        """Record the layers that ran, also where the graph failed midway; see `FusedSteps.end`."""
         session = self.session
         assert session.steps is not None
         run, late = session.steps.end()

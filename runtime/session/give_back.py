@@ -26,7 +26,7 @@ def give_back(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         policy keeps no 16-bit copy, the low-bit one's numbers.
 
     Raises:
-        CacheHandleError: As `go_on`.
+        CacheHandleError: As `resolve`.
     """
     real: dict[int, torch.Tensor] = {}
     for number, found in by_session(tensors).items():
@@ -63,7 +63,7 @@ def numbers_of(slots: Sequence[int], past: Sequence[torch.Tensor]) -> list[torch
         past: The handles, or copies of them, heads first.
 
     Raises:
-        CacheHandleError: As `go_on`.
+        CacheHandleError: As `resolve`.
     """
     issued = registry.issue_of(past[0])
     if issued is not None and len(slots) < 2 * len(issued.session.shapes):
@@ -79,7 +79,7 @@ def numbers_of(slots: Sequence[int], past: Sequence[torch.Tensor]) -> list[torch
     else:
         claim = read_claim(past)
         session, kv_len, rows = claim.session, claim.kv_len, claim.rows
-    with registry.holding(session):
+    with registry.try_hold(session):
         if kv_len > session.kv_len:
             raise CacheHandleError(MIXED)
         layers = {layer: session.load(layer, kv_len) for layer in dict.fromkeys(slot // 2 for slot in slots)}

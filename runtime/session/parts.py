@@ -38,7 +38,7 @@ def parts_of(tensors: Sequence[torch.Tensor]) -> Iterator[list[SessionPart]]:
         tensors: Of a cache, in any order. Others than handles are left out.
 
     Raises:
-        CacheHandleError: As `go_on`, or if some of a session's handles are missing.
+        CacheHandleError: As `resolve`, or if some of a session's handles are missing.
         HostMemoryError: If a cache that was cropped, or whose rows were reordered, can't be copied.
     """
     with contextlib.ExitStack() as stack:
@@ -78,7 +78,7 @@ def _part(
     ]
     claim = read_claim(past)
     session = claim.session
-    stack.enter_context(registry.holding(session))
+    stack.enter_context(registry.try_hold(session))
     check_open(session)
     session.rewind(session.kv_len)  # a step that failed midway leaves some layers longer
     if claim.kv_len != session.kv_len or claim.rows != list(range(session.batch or 0)):

@@ -75,7 +75,7 @@ class _Busy(Exception):
 def locked(function: Callable[P, R]) -> Callable[P, R]:
     """One thread at a time in all functions that are so marked; handles are plain tensors in there.
 
-    A function that meets a session which another thread holds (`holding`) begins anew when that is free.
+    A function that meets a session which another thread holds (`try_hold`) begins anew when that is free.
     """
 
     @functools.wraps(function)
@@ -102,7 +102,7 @@ def check_running() -> None:
 
 
 @contextlib.contextmanager
-def holding(session: Session) -> Iterator[None]:
+def try_hold(session: Session) -> Iterator[None]:
     """Hold a session still, in a function that is `locked` and has changed nothing yet.
 
     A step may be under way in another thread, or a cache be written to a slow disk. All other sessions go on
@@ -258,7 +258,7 @@ def release(session: Session, tensors: Sequence[torch.Tensor]) -> None:
     """Free a session of which `tensors` has handles or copies. For copies alone it stays while a handle of it lives."""
     originals = any(issued.session is session for issued in map(issue_of, tensors) if issued is not None)
     if originals or not is_held(session):
-        with holding(session):
+        with try_hold(session):
             session.close()
 
 

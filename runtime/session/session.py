@@ -37,10 +37,10 @@ from specache_fx.runtime.session.origin import Origin
 from specache_fx.runtime.session.token_history import TokenHistory
 from specache_fx.runtime.steps.aten_steps import AtenSteps
 from specache_fx.runtime.steps.cpu_recorder import CpuRecorder
+from specache_fx.runtime.steps.fused_steps import FusedSteps
 from specache_fx.runtime.steps.step_graph import StepGraph, recorder_of
 from specache_fx.runtime.steps.step_table import StepTable
 from specache_fx.runtime.steps.triton_steps import TritonSteps
-from specache_fx.runtime.steps.whole_steps import WholeSteps
 from specache_fx.runtime.transfer import Transfer, choose_transfer
 
 _log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class Session:
     ) -> None:
         self.number = next(_numbers) % MAX_SESSION
         self.table = StepTable(self.number, len(shapes))
-        self.steps: WholeSteps | None = None  # the one-operator steps, where they exist
+        self.steps: FusedSteps | None = None  # the one-operator steps, where they exist
         config = config.for_device(device.type)
         self.config, self.shapes, self.dtype, self.device = config, shapes, dtype, device
         self.batch: int | None = None
@@ -87,9 +87,9 @@ class Session:
         self.transfer: Transfer | None = None
         self.quantizer = make_quantizer(config)
         self.kernel = choose_kernel(config.kernel, device)
-        self._global = [i for i, shape in enumerate(shapes) if shape.window is None]
+        self._unwindowed = [i for i, shape in enumerate(shapes) if shape.window is None]
         # Of these, the ones whose older tokens leave the device: the first `resident_layers` keep all there.
-        self._tiered_layers = self._global[config.resident_layers :]
+        self._tiered_layers = self._unwindowed[config.resident_layers :]
         self.graph: StepGraph | None = None  # replays steps; None where none is captured or noted
         # Lookahead.
         self.speculative_token: torch.Tensor | None = None  # lane 1's next input
@@ -201,8 +201,8 @@ class Session:
         """
         if self.batch is None:
             self._open(key.shape[0], key.shape[2])
-        if kv_len is None and layer in self._global:
-            take = self.key_mask.read if layer == self._global[0] else self.key_mask.widen
+        if kv_len is None and layer in self._unwindowed:
+            take = self.key_mask.read if layer == self._unwindowed[0] else self.key_mask.widen
             take(mask, key.shape[0])
         self.layers[layer].append(key, value, hold, kv_len)
 

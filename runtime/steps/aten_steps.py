@@ -22,8 +22,8 @@ from specache_fx.runtime.layers.layer_state import LayerCall, LayerState
 from specache_fx.runtime.native import triton_ops
 from specache_fx.runtime.select import count_overlap, select_topk
 from specache_fx.runtime.steps.device_steps import DeviceSteps
+from specache_fx.runtime.steps.fused_steps import StepFacts
 from specache_fx.runtime.steps.stored_tokens import StoredTokens
-from specache_fx.runtime.steps.whole_steps import StepFacts
 from specache_fx.runtime.tracing import span
 from specache_fx.runtime.transfer import KernelTransfer, Transfer
 
@@ -70,9 +70,9 @@ class AtenSteps(DeviceSteps):
             return None  # it tells the lengths
         return cls(config, kernel, transfer, device)
 
-    def tell(self, layers: Mapping[int, LayerState], facts: StepFacts) -> None:
-        """See `WholeSteps`."""
-        super().tell(layers, facts)
+    def write_facts(self, layers: Mapping[int, LayerState], facts: StepFacts) -> None:
+        """See `FusedSteps`."""
+        super().write_facts(layers, facts)
         held = ((cache.room, cache.num_quantized + cache.window_len) for cache in layers.values())
         self._is_full = all(room <= _MOST_ROOM * tokens for room, tokens in held)
 
@@ -87,7 +87,7 @@ class AtenSteps(DeviceSteps):
         self._shown.clear()  # in memory that a capture gave back
 
     def end(self) -> tuple[list[int], bool]:
-        """See `WholeSteps`."""
+        """See `FusedSteps`."""
         self._shown.clear()
         return super().end()
 

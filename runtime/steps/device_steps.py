@@ -15,12 +15,12 @@ import torch
 
 from specache_fx.runtime.layers.layer_state import LayerCall, LayerState
 from specache_fx.runtime.layers.layout import LayerTensors
+from specache_fx.runtime.steps.fused_steps import FusedSteps, StepFacts
 from specache_fx.runtime.steps.stored_tokens import StoredTokens
-from specache_fx.runtime.steps.whole_steps import StepFacts, WholeSteps
 from specache_fx.runtime.transfer import KernelTransfer
 
 
-class DeviceSteps(WholeSteps):
+class DeviceSteps(FusedSteps):
     """The launches of one session.
 
     Args:
@@ -52,8 +52,8 @@ class DeviceSteps(WholeSteps):
         self._fills = False
         self._run: list[int] = []
 
-    def tell(self, layers: Mapping[int, LayerState], facts: StepFacts) -> None:
-        """See `WholeSteps`. The current stream waits for all that ran beside the step before."""
+    def write_facts(self, layers: Mapping[int, LayerState], facts: StepFacts) -> None:
+        """See `FusedSteps`. The current stream waits for all that ran beside the step before."""
         self._fills = facts.num_selectable != facts.num_quantized
         self._facts, self._caches, self._run = facts, layers, []
         moved = [i for i, cache in layers.items() if self._lies_elsewhere(i, cache)]
@@ -82,7 +82,7 @@ class DeviceSteps(WholeSteps):
         if stored is None or stored.room != cache.room:
             self._forget()
             stored = self._stored[layer] = StoredTokens(cache.room, self.device)
-        if stored.tell(layer, cache, facts):
+        if stored.write_facts(layer, cache, facts):
             self._forget()
 
     def _lies_elsewhere(self, index: int, cache: LayerState) -> bool:
@@ -122,7 +122,7 @@ class DeviceSteps(WholeSteps):
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """See `WholeSteps`."""
+        """See `FusedSteps`."""
         facts = self._facts
         assert facts is not None
         told = (part is None for part in (facts.shares, facts.key_mask.real, facts.counts))
@@ -170,7 +170,7 @@ class DeviceSteps(WholeSteps):
         raise NotImplementedError
 
     def end(self) -> tuple[list[int], bool]:
-        """See `WholeSteps`."""
+        """See `FusedSteps`."""
         facts, run, late = self._facts, self._run, self._fills
         self._facts, self._caches, self._run = None, {}, []
         if facts is None:
@@ -183,28 +183,28 @@ class DeviceSteps(WholeSteps):
         return run, late
 
     def join(self) -> None:
-        """See `WholeSteps`."""
+        """See `FusedSteps`."""
         if self._transfer is not None:
             self._transfer.join()
 
     def restart(self) -> None:
-        """See `WholeSteps`."""
+        """See `FusedSteps`."""
         self._run = []
 
     def replayed(self) -> None:
-        """See `WholeSteps`."""
+        """See `FusedSteps`."""
         self._run = list(self._caches)
 
     @property
     def device_bytes(self) -> int:
-        """See `WholeSteps`."""
+        """See `FusedSteps`."""
         tensors = [tensor for tensor in (self._shares, self._counts) if tensor is not None]
         for stored in self._stored.values():
             tensors += stored.tensors
         return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
     def close(self) -> None:
-        """See `WholeSteps`."""
+        """See `FusedSteps`."""
         self._forget()
         self._arenas.clear()
         self._stored.clear()

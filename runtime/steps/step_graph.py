@@ -23,7 +23,7 @@ import torch
 from specache_fx._log import warn_once
 from specache_fx.errors import first_line
 from specache_fx.runtime.native import cuda_streams
-from specache_fx.runtime.steps.whole_steps import WholeSteps
+from specache_fx.runtime.steps.fused_steps import FusedSteps
 
 _log = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class StepGraph:
         inputs: Sequence[torch.Tensor],
         moving: Sequence[int],
         state: torch.Tensor,
-        steps: WholeSteps,
+        steps: FusedSteps,
     ) -> Sequence[Any]:
         """Run a step, of which `steps` was told.
 
@@ -173,7 +173,7 @@ class StepGraph:
         inputs: Sequence[torch.Tensor],
         moving: Sequence[int],
         state: torch.Tensor,
-        steps: WholeSteps,
+        steps: FusedSteps,
     ) -> Sequence[Any]:
         assert self._recorder is not None
         kept = list(inputs)

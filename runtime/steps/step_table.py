@@ -25,7 +25,7 @@ from specache_fx.runtime.layers.layer_state import LayerState
 from specache_fx.runtime.layers.layout import LayerTensors
 from specache_fx.runtime.native import graph_ops
 from specache_fx.runtime.quant import Quantizer
-from specache_fx.runtime.steps.whole_steps import StepFacts, WholeSteps
+from specache_fx.runtime.steps.fused_steps import FusedSteps, StepFacts
 from specache_fx.runtime.tracing import add_span, is_recording
 from specache_fx.runtime.transfer import CpuTransfer, Transfer
 
@@ -71,7 +71,7 @@ def empty_state(num_layers: int) -> torch.Tensor:
     return torch.zeros(nbytes // _WORD_BYTES, dtype=torch.int64, device="cpu")
 
 
-class StepTable(WholeSteps):
+class StepTable(FusedSteps):
     """The table of one session.
 
     Args:
@@ -143,8 +143,8 @@ class StepTable(WholeSteps):
         )
         self.serves = True
 
-    def tell(self, layers: Mapping[int, LayerState], facts: StepFacts) -> None:
-        """See `WholeSteps`."""
+    def write_facts(self, layers: Mapping[int, LayerState], facts: StepFacts) -> None:
+        """See `FusedSteps`."""
         session, host, at = self._session, self._host, Addresses()
         for i, cache in layers.items():
             described, (layer, inputs) = self._described.get(i), self._by_layer[i]
@@ -210,7 +210,7 @@ class StepTable(WholeSteps):
         return self._scores.data_ptr()
 
     def end(self) -> tuple[list[int], bool]:
-        """See `WholeSteps`."""
+        """See `FusedSteps`."""
         session, run = self._session, []
         self._kept = ()
         for i, (layer, _) in enumerate(self._by_layer):
@@ -234,7 +234,7 @@ class StepTable(WholeSteps):
         return run, not session.stages
 
     def check(self, error: RuntimeError) -> None:
-        """See `WholeSteps`."""
+        """See `FusedSteps`."""
         if self._session.failed == graph_ops.Failure.NO_MEMORY:
             raise HostMemoryError(
                 "There is no memory for a layer's decode step: free some, or shorten the context."

@@ -6,7 +6,7 @@ import torch
 
 from specache_fx.runtime.layers.layer_state import LayerState
 from specache_fx.runtime.native import triton_ops
-from specache_fx.runtime.steps.whole_steps import StepFacts
+from specache_fx.runtime.steps.fused_steps import StepFacts
 
 
 class StoredTokens:
@@ -38,7 +38,7 @@ class StoredTokens:
         """All that is on the device."""
         return [tensor for tensor in (self.lengths, self.mask, self.visible) if tensor is not None]
 
-    def tell(self, layer: int, cache: LayerState, facts: StepFacts) -> bool:
+    def write_facts(self, layer: int, cache: LayerState, facts: StepFacts) -> bool:
         """Write the lengths and masks of a step.
 
         Args:

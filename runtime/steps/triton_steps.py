@@ -21,7 +21,7 @@ from specache_fx.runtime.kernels.triton.arguments import bias_of
 from specache_fx.runtime.kernels.triton.kernel import TritonKernel, attention_launches, launch_scores
 from specache_fx.runtime.layers.layer_state import LayerCall, LayerState
 from specache_fx.runtime.native import triton_ops
-from specache_fx.runtime.native.launches import noted
+from specache_fx.runtime.native.launches import record_launches
 from specache_fx.runtime.quant import Quantizer
 from specache_fx.runtime.select.topk import MOST_IN_A_KERNEL
 from specache_fx.runtime.steps.device_steps import DeviceSteps
@@ -119,7 +119,7 @@ class TritonSteps(DeviceSteps):
             for one in prepared.launches:
                 one()
             return
-        with noted() as launches:
+        with record_launches() as launches:
             self._launch_selection(layer, arguments | bias_of(bias, arguments["query"]), prepared, stored)
         if self.is_plain:
             prepared.launches = launches
@@ -161,7 +161,7 @@ class TritonSteps(DeviceSteps):
 
     @property
     def device_bytes(self) -> int:
-        """See `WholeSteps`."""
+        """See `FusedSteps`."""
         tensors = tree_leaves(list(self._shared.values()))
         for launches in self._layers.values():
             tensors += launches.own

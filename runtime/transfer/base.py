@@ -43,7 +43,7 @@ class Transfer:
     """The copies of one session: `prefetch` starts one, `wait` orders readers of its rows behind it.
 
     A layer's copies are made in the order of its prefetches. Not locked: one thread calls the methods. A subclass says
-    how slots are filled (`prefetch_wanted`), and when that is through (`_order`, `_settle`, `_finish`).
+    how slots are filled (`prefetch_wanted`), and when that is through (`_wait`, `_drain`, `_shutdown`).
 
     Args:
         host: Where the rows come from; its blocks stay while copies are under way.
@@ -108,7 +108,7 @@ class Transfer:
         """
         if self._closed:
             raise SpecacheError("This transfer is closed: its session has ended.")
-        self._order(layer)  # the last copy may still read `wanted`
+        self._wait(layer)  # the last copy may still read `wanted`
         # A copy of our own: a compiled graph reuses the caller's buffer without asking.
         self.staging(layer).wanted.copy_(indices)
         self.prefetch_wanted(layer)
@@ -128,7 +128,7 @@ class Transfer:
         Raises:
             Exception: Whatever the copy failed with, once; the slots are empty then.
         """
-        self._order(layer)
+        self._wait(layer)
         staging = self.staging(layer)
         return staging.rows, staging.indices
 
@@ -142,7 +142,7 @@ class Transfer:
             Exception: As `wait`.
         """
         if layer in self._staging:
-            self._settle(layer)
+            self._drain(layer)
             self._staging[layer].clear()
 
     def reorder(self, batch_rows: torch.Tensor) -> None:
@@ -155,21 +155,21 @@ class Transfer:
             Exception: As `wait`.
         """
         for layer, staging in self._staging.items():
-            self._settle(layer)
+            self._drain(layer)
             staging.reorder(batch_rows)
 
     def close(self) -> None:
         """Wait for the copies under way, then let go of the slots; twice is fine. Errors end here."""
         self._closed = True
-        self._finish()
+        self._shutdown()
         self._staging.clear()
 
-    def _order(self, layer: int) -> None:
+    def _wait(self, layer: int) -> None:
         """Order later work behind the layer's last copy; raise its error."""
 
-    def _settle(self, layer: int) -> None:
-        """As `_order`, and nothing reads the host's rows any more: they may change."""
-        self._order(layer)
+    def _drain(self, layer: int) -> None:
+        """As `_wait`, and nothing reads the host's rows any more: they may change."""
+        self._wait(layer)
 
-    def _finish(self) -> None:
+    def _shutdown(self) -> None:
         """Return when no copy is under way, and none can come."""

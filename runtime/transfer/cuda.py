@@ -77,7 +77,7 @@ class KernelTransfer(Transfer):
                 lengths=counters if told is None else told,
                 length=self.host.length(layer) if told is None else 0,
                 top_k=top_k,
-                TOLD=told is not None,
+                LENGTHS_IN_MEMORY=told is not None,
                 BLOCK=min(_TOKENS_AT_ONCE, triton_ops.power_of_two(top_k)),
             )
             launch_copy(staging.rows, staging.indices, missing, source, table)
@@ -154,11 +154,11 @@ class CudaTransfer(KernelTransfer):
         self._stream.synchronize()
         return super().metrics
 
-    def _order(self, layer: int) -> None:
+    def _wait(self, layer: int) -> None:
         self.staging(layer).order()
 
-    def _settle(self, layer: int) -> None:
+    def _drain(self, layer: int) -> None:
         cuda_streams.synchronize(self._device)  # replayed steps record no events
 
-    def _finish(self) -> None:
+    def _shutdown(self) -> None:
         cuda_streams.synchronize(self._device)

@@ -29,12 +29,12 @@ class CudaWorkerTransfer(WorkerTransfer):
         selected.record(torch.cuda.current_stream(self._device))
         return partial(_send, self.host, layer, staging, self._stream, selected)
 
-    def _order(self, layer: int) -> None:
-        super()._order(layer)
+    def _wait(self, layer: int) -> None:
+        super()._wait(layer)
         self.staging(layer).order()
 
-    def _finish(self) -> None:
-        super()._finish()
+    def _shutdown(self) -> None:
+        super()._shutdown()
         cuda_streams.synchronize(self._device)
 
 

@@ -48,7 +48,7 @@ class WorkerTransfer(Transfer):
         if self.synchronous:
             futures.wait([job])
 
-    def _order(self, layer: int) -> None:
+    def _wait(self, layer: int) -> None:
         job = self._under_way.get(layer)
         if job is None:
             return
@@ -62,10 +62,10 @@ class WorkerTransfer(Transfer):
                     self.staging(layer).clear()
         self._metrics.waited_seconds += time.perf_counter() - start
 
-    def _finish(self) -> None:
+    def _shutdown(self) -> None:
         for layer in list(self._under_way):
             with contextlib.suppress(Exception):
-                self._order(layer)
+                self._wait(layer)
         self._thread.shutdown()
 
 

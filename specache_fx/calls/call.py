@@ -173,7 +173,7 @@ class Call:
             torch._dynamo.maybe_mark_dynamic(self.mask, self.mask.dim() - 1)
 
     def take_past(self, config: SpecacheConfig) -> tuple[Session | None, list[torch.Tensor]] | None:
-        """Claim the session that the call goes on with; see `claims.go_on`.
+        """Claim the session that the call goes on with; see `claims.resolve`.
 
         Returns:
             The session and its handles: None and none at a prompt. None where the call has to be traced.
@@ -190,7 +190,7 @@ class Call:
                 return None
             if len(tensors) != 2 * len(session.shapes):
                 return None
-            return claims.go_on(tensors, config.for_device(session.device.type), session.shapes)
+            return claims.resolve(tensors, config.for_device(session.device.type), session.shapes)
 
 
 def loosely(form: Any) -> Hashable:

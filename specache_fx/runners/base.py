@@ -259,7 +259,7 @@ class GoesOn(ABC):
             if registry.first_handle(past) is None:
                 session, past = self._take_over(past, args)
             else:
-                session, past = claims.go_on(past, self._program.config, self._layers)
+                session, past = claims.resolve(past, self._program.config, self._layers)
             registry.sweep()
             with session.lock:
                 claims.check_open(session)  # another thread may have released it

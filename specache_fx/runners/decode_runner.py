@@ -38,14 +38,14 @@ class DecodeGraph(NamedTuple):
 
     Attributes:
         compiled: Runs it.
-        whole: Layers that one operator steps.
+        fused_layers: Layers that one operator steps.
         tensors: Which of its inputs are tensors.
         moving: Which of the tensors may lie elsewhere in each call: no weights.
         is_capturable: Each step launches the same, as far as the graph tells.
     """
 
     compiled: Compiled
-    whole: tuple[int, ...]
+    fused_layers: tuple[int, ...]
     tensors: tuple[int, ...]
     moving: tuple[int, ...]
     is_capturable: bool
@@ -277,7 +277,7 @@ class Decode(GoesOn):
             session,
             predecoding=not ahead,
             lanes=lanes,
-            whole=made.whole,
+            fused_layers=made.fused_layers,
             missed=missed,
             shares=shares,
             biases=masks.biases_of(lanes, ahead),

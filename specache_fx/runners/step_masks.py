@@ -110,7 +110,7 @@ def read_masks(
     attention_mask that changed).
 
     To compare a mask with the padding, the host waits for the device. Where steps read masks on the device
-    (`WholeSteps.reads_masks`), the host compares them at the start and whenever a group fills. Other steps see what
+    (`FusedSteps.reads_masks`), the host compares them at the start and whenever a group fills. Other steps see what
     the masks show, and compare nothing.
 
     Args:

@@ -67,7 +67,7 @@ def test_is_rewritten_in_both_lanes(kinds: tuple[type[Causal], ...], padded: boo
     assert stats.prefetched_rows > 0
 
 
-TOLD = {
+LENGTHS_IN_MEMORY = {
     Sine: "its form is not one that specache knows: `sin_default` (sin, flex_modules.py",
     OtherKeysByHead: "may hide other keys from head to head",
     BlocksAlone: "its block mask has no mask_mod",
@@ -76,8 +76,8 @@ TOLD = {
 
 
 def test_is_left_alone_by_name(caplog: pytest.LogCaptureFixture) -> None:
-    equal(tuple(TOLD), False, 1)
-    for told in TOLD.values():
+    equal(tuple(LENGTHS_IN_MEMORY), False, 1)
+    for told in LENGTHS_IN_MEMORY.values():
         assert told in caplog.text
     assert caplog.text.count("torch.nn.functional.scaled_dot_product_attention") >= 3
 

@@ -203,18 +203,18 @@ def keeps_a_sum(steps: TritonSteps, out: torch.Tensor) -> torch.Tensor:
 
 
 def tells_anew(usual: Any) -> Any:
-    def tell(self: TritonSteps, *told: Any) -> None:
+    def write_facts(self: TritonSteps, *told: Any) -> None:
         usual(self, *told)
         self.__dict__["anew"] = torch.full((1,), 1e-3 * self._caches[0].kv_len)
 
-    return tell
+    return write_facts
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("mistake", [scales_by_a_length, reads_a_tensor_that_moves, keeps_a_sum])
 def test_a_mistake_is_found(mistake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TritonSteps, "_attend", attends(mistake))
-    monkeypatch.setattr(TritonSteps, "tell", tells_anew(TritonSteps.tell))
+    monkeypatch.setattr(TritonSteps, "write_facts", tells_anew(TritonSteps.write_facts))
     form = {"lookahead": "query", "track_hit_rates": False}
     recorder = TapeRecorder(again=True)
     decode(recorder, 4, monkeypatch, **form)

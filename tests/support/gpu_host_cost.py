@@ -154,7 +154,7 @@ def layer_step(track_hit_rates: bool) -> dict[str, Any]:
             steps.launch(0, query, key, value, 0.088)
 
         rounds, calls = [], []
-        with DecodeStep(session, whole=(0,), shares=shares).running():
+        with DecodeStep(session, fused_layers=(0,), shares=shares).running():
             for _ in range(20):  # compiles, tunes
                 launch()
             for _ in range(40):

@@ -97,7 +97,7 @@ class Decoder:
                 (x @ weight).unflatten(-1, (HEADS + 2 * KV_HEADS, DIM)).split([HEADS, KV_HEADS, KV_HEADS], 2)
             )
             query, key, value = (side.unsqueeze(3) for side in sides)
-            if step.whole:
+            if step.fused_layers:
                 out = torch.ops.specache.device_step.default(query, key, value, state, layer, 0.3)
             else:
                 out = step.by_operators(layer, query, key, value, 0.3)

@@ -245,7 +245,7 @@ def _whole_step(shape: CaseShape, reads_masks: bool) -> None:
     query = torch.randn(2, 1, heads * shape.num_kv_groups, 1, dim, dtype=shape.dtype)
     own = torch.randn(2, 1, heads, 1, dim, dtype=shape.dtype)
     seen = {0: mask[:, None, 0].expand(2, 1, -1)} if reads_masks else {}
-    with DecodeStep(session, whole=(0,), seen=seen, shares=torch.full((1,), 0.8)).running():
+    with DecodeStep(session, fused_layers=(0,), seen=seen, shares=torch.full((1,), 0.8)).running():
         session.steps.launch(0, query, own, own, 0.088)
     session.close()
 

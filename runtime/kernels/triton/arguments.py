@@ -118,7 +118,7 @@ def arguments_of(inputs: DecodeInputs, lengths: torch.Tensor | None = None) -> d
         **_masks(inputs, query),
         **_cut_keys(inputs.num_quantized, num_rows, batch * num_kv_heads, query.device),
         "lengths": triton_ops.pointer_or(lengths, query),
-        "TOLD": lengths is not None,
+        "LENGTHS_IN_MEMORY": lengths is not None,
         "mask_stride": kv_len,
         "score_stride": kv_len + 1,
     }

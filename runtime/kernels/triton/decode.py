@@ -9,7 +9,7 @@ values are the left operands of both products: the few queries fill the 8 column
 
 Centred codes are of rotated pairs: their stretches take rotated queries, and leave rotated outputs.
 
-No length is a constant of a compiled kernel: a growing context compiles nothing. Where `TOLD`, lengths are read from
+No length is a constant of a compiled kernel: a growing context compiles nothing. `LENGTHS_IN_MEMORY`: they come from
 the device's memory, and stretches are cut for what the planes have room for: a launch serves every length.
 """
 
@@ -24,9 +24,9 @@ from specache_fx.runtime.kernels.triton.form import (
     code_stretch,
     first_slots,
     formed_scores,
+    lengths_of_step,
     query_rows,
     query_tile,
-    told_lengths,
     without_staged,
 )
 from specache_fx.runtime.kernels.triton.products import key_operands, key_products
@@ -143,7 +143,7 @@ def partial_attention(
     INDEPENDENT: tl.constexpr,
     CENTRED: tl.constexpr,
     HAS_CODES: tl.constexpr,
-    TOLD: tl.constexpr,
+    LENGTHS_IN_MEMORY: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -152,7 +152,7 @@ def partial_attention(
     split = tl.program_id(1)
     batch_row = head_row // num_kv_heads
     kv_head = head_row % num_kv_heads
-    num_quantized, window_len = told_lengths(num_quantized, window_len, lengths, TOLD)
+    num_quantized, window_len = lengths_of_step(num_quantized, window_len, lengths, LENGTHS_IN_MEMORY)
     kv_len = num_quantized + window_len
     place = (batch_row, kv_head, batch, num_kv_heads)
     lane, head, row_ok = query_rows(tl.program_id(2), NUM_GROUPS, LANES, M, HEADS)

@@ -57,9 +57,9 @@ def tell_lengths(lengths, num_quantized, window_len, num_selectable):
 
 
 @triton.jit
-def told_lengths(num_quantized, window_len, lengths, TOLD: tl.constexpr):
+def lengths_of_step(num_quantized, window_len, lengths, LENGTHS_IN_MEMORY: tl.constexpr):
     """Quantised tokens and rows of the window: as the launch says, or as the device's memory does (`DeviceSteps`)."""
-    if TOLD:
+    if LENGTHS_IN_MEMORY:
         return tl.load(lengths), tl.load(lengths + 1)
     else:
         return num_quantized, window_len

@@ -64,16 +64,26 @@ def _is_among(own, others, count, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["top_k", "length"])
 def plan_slots(
-    staged, wanted, missing, source, counters, lengths, length, top_k, TOLD: tl.constexpr, BLOCK: tl.constexpr
+    staged,
+    wanted,
+    missing,
+    source,
+    counters,
+    lengths,
+    length,
+    top_k,
+    LENGTHS_IN_MEMORY: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Plan one row: which tokens come, and which slot takes which of them. All but two are int32 `[rows, top_k]`.
 
     `staged` is the token in each slot, -1 where it is empty; `wanted` the tokens to hold, unique in a row, -1 for none.
     Written: `missing`, the wanted tokens that are not staged, in wanted's order, then -1; and `source`, for each slot
     its place in `missing`, -1 where its token stays. `counters`, int64 `[3]`, are added to: rows that come, rows that
-    stay, tokens that the host does not hold. It holds `length` tokens; where TOLD, as many as `lengths` says, int32.
+    stay, tokens that the host does not hold. It holds `length` tokens; where
+    LENGTHS_IN_MEMORY, as many as `lengths` says, int32.
     """
-    if TOLD:
+    if LENGTHS_IN_MEMORY:
         length = tl.load(lengths)
     row = tl.program_id(0).to(tl.int64) * top_k
     come = tl.zeros([1], tl.int32)

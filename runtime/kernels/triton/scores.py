@@ -22,9 +22,9 @@ from specache_fx.runtime.kernels.triton.form import (
     code_stretch,
     first_slots,
     formed_scores,
+    lengths_of_step,
     query_rows,
     query_tile,
-    told_lengths,
     without_staged,
 )
 from specache_fx.runtime.kernels.triton.products import key_operands, key_products
@@ -175,7 +175,7 @@ def selection_scores(
     INDEPENDENT: tl.constexpr,
     CENTRED: tl.constexpr,
     HAS_CODES: tl.constexpr,
-    TOLD: tl.constexpr,
+    LENGTHS_IN_MEMORY: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -188,7 +188,7 @@ def selection_scores(
     split = tl.program_id(1)
     batch_row = head_row // num_kv_heads
     kv_head = head_row % num_kv_heads
-    num_quantized, window_len = told_lengths(num_quantized, window_len, lengths, TOLD)
+    num_quantized, window_len = lengths_of_step(num_quantized, window_len, lengths, LENGTHS_IN_MEMORY)
     kv_len = num_quantized + window_len
     place = (batch_row, kv_head, batch, num_kv_heads)
     form = (softcap, bias, bias_lane, bias_batch, bias_head, key_mask, mask_stride, visible)

@@ -188,7 +188,7 @@ def test_layer_that_was_not_told_or_has_run_is_refused() -> None:
     own = pair.own(2)
     with pytest.raises(RuntimeError, match="layer 0 is not to run now"):
         pair.steps.launch(0, *own, 0.3)
-    with DecodeStep(session, whole=(0,)).running():
+    with DecodeStep(session, fused_layers=(0,)).running():
         pair.steps.launch(0, *own, 0.3)
         with pytest.raises(RuntimeError, match="layer 0 is not to run now"):
             pair.steps.launch(0, *own, 0.3)

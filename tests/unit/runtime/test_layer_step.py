@@ -272,7 +272,7 @@ def test_what_is_not_the_layers_is_refused(twins: Make, wrong: str) -> None:
         "dtype": key.double(),
     }[wrong]
     kv_len = pair.sessions[1].layers[0].kv_len
-    step = DecodeStep(pair.sessions[1], whole=(0,))
+    step = DecodeStep(pair.sessions[1], fused_layers=(0,))
     with pytest.raises(RuntimeError, match="is not what layer 0 has"), step.running():
         pair.in_one((query, key, value))
     assert pair.sessions[1].layers[0].kv_len == kv_len
@@ -281,7 +281,7 @@ def test_what_is_not_the_layers_is_refused(twins: Make, wrong: str) -> None:
 def test_a_trace_shows_the_parts_of_a_layer(twins: Make) -> None:
     pair = twins()
     run(pair, 3)
-    own, step = pair.own(2), DecodeStep(pair.sessions[1], whole=(0,))
+    own, step = pair.own(2), DecodeStep(pair.sessions[1], fused_layers=(0,))
     with recording() as recorder:
         before = time.perf_counter()
         with step.running():
@@ -303,7 +303,7 @@ def test_without_memory_a_step_says_so_and_can_be_repeated(twins: Make) -> None:
     table = SessionC.from_address(session.state.data_ptr())
     real = table.attention
     table.attention = ctypes.cast(broken, ctypes.c_void_p).value
-    step = DecodeStep(session, whole=(0,))
+    step = DecodeStep(session, fused_layers=(0,))
     with (
         pytest.raises(HostMemoryError, match="no memory for a layer's decode step") as raised,
         step.running(),
@@ -321,7 +321,7 @@ def test_a_copy_that_fails_leaves_the_step_to_be_repeated(twins: Make) -> None:
 
     def step_with_an_empty_host() -> None:
         layer = LayerC.from_address(session.state.data_ptr() + ctypes.sizeof(SessionC))
-        with DecodeStep(session, whole=(0,)).running():
+        with DecodeStep(session, fused_layers=(0,)).running():
             real, layer.inputs.host_length = layer.inputs.host_length, 0
             try:
                 pair.in_one(pair.own(2))
@@ -346,7 +346,7 @@ def repeat_step(pair: Twins, steps: int = 4) -> None:
 
 def test_what_the_graph_fails_with_comes_out_as_it_is(twins: Make) -> None:
     pair = twins()
-    step = DecodeStep(pair.sessions[1], whole=(0,))
+    step = DecodeStep(pair.sessions[1], fused_layers=(0,))
     error = RuntimeError("of the model")
     with pytest.raises(RuntimeError) as raised, step.running():
         raise error
@@ -365,7 +365,7 @@ def test_a_host_that_takes_no_more_leaves_the_step_to_be_repeated(
     def full(*_: Any) -> None:
         raise HostMemoryError("no room")
 
-    step = DecodeStep(session, whole=(0,))
+    step = DecodeStep(session, fused_layers=(0,))
     with monkeypatch.context() as patch:
         patch.setattr(session.host, "append", full)
         with pytest.raises(HostMemoryError, match="no room"), step.running():
@@ -379,7 +379,7 @@ def test_a_step_that_fails_between_two_layers_has_done_the_first(twins: Make) ->
     pair = twins()
     run(pair, 3)
     session = pair.sessions[1]
-    kv_len, step = session.layers[0].kv_len, DecodeStep(session, whole=(0,))
+    kv_len, step = session.layers[0].kv_len, DecodeStep(session, fused_layers=(0,))
     with contextlib.suppress(ZeroDivisionError), step.running():
         pair.in_one(pair.own(2))
         raise ZeroDivisionError
@@ -395,7 +395,7 @@ def test_sinks_may_be_of_the_models_dtype(twins: Make, dtype: torch.dtype) -> No
 def test_a_layer_is_not_run_twice_in_a_step(twins: Make) -> None:
     pair = twins()
     session, own = pair.sessions[1], pair.own(2)
-    with DecodeStep(session, whole=(0,)).running():
+    with DecodeStep(session, fused_layers=(0,)).running():
         pair.in_one(own)
         with pytest.raises(RuntimeError, match="twice for layer 0"):
             pair.in_one(own)
@@ -404,7 +404,7 @@ def test_a_layer_is_not_run_twice_in_a_step(twins: Make) -> None:
 def test_a_step_within_another_ones_finds_its_own_layers(twins: Make) -> None:
     pairs = [twins(), twins(tokens=44)]
     inner, outer = (pair.sessions[1] for pair in pairs)
-    with DecodeStep(outer, whole=(0,)).running(), DecodeStep(inner, whole=(0,)).running():
+    with DecodeStep(outer, fused_layers=(0,)).running(), DecodeStep(inner, fused_layers=(0,)).running():
         pairs[1].in_one(pairs[1].own(2))
         pairs[0].in_one(pairs[0].own(2))
     assert outer.layers[0].kv_len == outer.kv_len + 1

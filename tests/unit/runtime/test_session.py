@@ -113,7 +113,7 @@ class _Pair:
         query = self.random(lanes, self.shape.batch, self.shape.num_heads, 1, self.shape.head_dim)
         key, value = self.pairs(1, lanes)
         selects = config.stages and not oracle.is_exact
-        whole &= layer in run.whole
+        whole &= layer in run.fused_layers
         if whole:
             out = torch.ops.specache.layer_step.default(
                 query, key, value, session.state, layer, 0.3, form.softcap, form.sinks

@@ -156,7 +156,7 @@ def beside_without_a_wait(patch: pytest.MonkeyPatch) -> None:
 
 def prefetch_of_the_callers_buffer(patch: pytest.MonkeyPatch) -> None:
     def prefetch(self: CudaTransfer, layer: int, indices: torch.Tensor) -> None:
-        self._order(layer)
+        self._wait(layer)
         self.staging(layer).wanted = indices
         self.prefetch_wanted(layer)
         indices.fill_(-1)  # a compiled graph reuses it
@@ -196,7 +196,7 @@ def thread_without_an_event(patch: pytest.MonkeyPatch) -> None:
 
 
 def thread_that_nobody_waits_for(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(CudaWorkerTransfer, "_order", lambda self, layer: self.staging(layer).order())
+    patch.setattr(CudaWorkerTransfer, "_wait", lambda self, layer: self.staging(layer).order())
 
 
 LAUNCHED = {**TWO_LANES, "replay": False, "track_hit_rates": False}
@@ -237,7 +237,7 @@ def test_rows_are_read_when_they_have_come(
     waits: bool, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not waits:
-        monkeypatch.setattr(HostCache, "_settle", lambda self: None)
+        monkeypatch.setattr(HostCache, "_drain", lambda self: None)
     host = HostCache(1, [(1, 4, 4)], torch.float32)
     host.append(0, torch.randn(1, 1, 9, 4), torch.randn(1, 1, 9, 4))
     host.gather_rows(0, *(torch.zeros(1, dtype=torch.int64) for _ in range(3)))

@@ -1,4 +1,4 @@
-"""`WholeSteps`: runs all of a layer's decode step as one operator of the graph."""
+"""`FusedSteps`: runs all of a layer's decode step as one operator of the graph."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class StepFacts:
     counts: torch.Tensor | None
 
 
-class WholeSteps:
+class FusedSteps:
     """The steps of one session's layers, an operator each: `StepTable` in C++, `DeviceSteps` on a device.
 
     Nothing runs beside steps of C++, and no memory of theirs counts: that is the default.
@@ -65,7 +65,7 @@ class WholeSteps:
     device: torch.device
     reads_masks: ClassVar[bool]
 
-    def tell(self, layers: Mapping[int, LayerState], facts: StepFacts) -> None:
+    def write_facts(self, layers: Mapping[int, LayerState], facts: StepFacts) -> None:
         """Prepare the next step, before its graph runs.
 
         Args:
