@@ -31,7 +31,7 @@ _APART = (
         "pages",
         "real_models",
     ),
-    *("report", "speed", "speed_page", "starts", "timing"),
+    *("prompts", "report", "speed", "speed_page", "starts", "timing"),
 )
 
 

@@ -129,7 +129,7 @@ def test_inputs_that_are_expanded_or_have_gaps(kind: str) -> None:
                 cache = out.past_key_values
                 logits.append(out.logits)
         replayed = specache_fx.stats(cache).replayed_steps
-        assert (replayed > 0) == (replay and kind == "with gaps")
+        assert (replayed > 0) == replay  # ids are copied to lie one behind the other
     assert all(map(torch.equal, logits[:12], logits[12:]))
 
 

@@ -15,6 +15,7 @@ from specache_fx.runners.base import compiling
 @pytest.fixture
 def collected() -> Iterator[None]:
     """Begin without garbage, and end with a collector that collects."""
+    gc.unfreeze()  # what another test has frozen
     gc.collect()
     yield
     gc.unfreeze()

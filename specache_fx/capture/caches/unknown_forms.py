@@ -31,6 +31,7 @@ CACHE_SO = (
     "Cache keys and values apart, each as [batch, num_kv_heads, kv_len, head_dim], for scaled_dot_product_attention; or"
     " latents that grow by cat as [batch, 1, kv_len, dim], and compute each head's keys and values from them"
 )
+_READERS = {"bmm", "mm", "mul", "dot"}
 
 
 def _grew(out: Node, past: Node) -> bool:
@@ -89,26 +90,38 @@ def reader_of(roots: Sequence[Node], them: str) -> str:
     return f"{described(reader)} reads {them} in another form"
 
 
-def _unread(root: Node) -> Refusal:
-    """The message for a cache that no known attention reads."""
-    made_by = (node for node in root.all_input_nodes if isinstance(node.target, HigherOrderOperator))
-    reader, several = _attention_behind([root]), len(shape_of(root) or ()) > 4
-    if (around := next(made_by, None)) is not None:
-        reason = f"it runs inside `{target_name(around)}`, where specache does not look"
+def _grown_unread(out: Node) -> Refusal:
+    """The message for a cache in a form of its own."""
+    made_by = next(
+        (node for node in out.all_input_nodes if isinstance(node.target, HigherOrderOperator)), None
+    )
+    if made_by is not None:
+        reason = f"it runs inside `{target_name(made_by)}`, where specache does not look"
         remedy = f"Call the layers themselves (model.gradient_checkpointing_disable()). {LEAVE}."
-    elif not several and all(user.op == "output" for user in real_users(root)):
+    else:
+        several = len(shape_of(out) or ()) > 4
+        form = "keys and values, or several layers, in one tensor" if several else f"shape {shown_shape(out)}"
+        reason, remedy = f"its cache has {form}, and {reader_of([out], 'it')}", f"{CACHE_SO}. {LEAVE}."
+    return Refusal(out.name, source_of(out), reason, remedy)
+
+
+def _appended_unread(root: Node) -> Refusal:
+    """The message for a cache that grows as others do, and that no known attention reads."""
+    if not real_users(root) or all(user.op == "output" for user in real_users(root)):
         reason = "nothing in this graph reads its cache (a graph break between its append and the attention?)"
-        remedy = BREAKS
-    elif reader is not None and _is_inside(reader):
+        return Refusal(root.name, source_of(root), reason, BREAKS)
+    reason = (
+        "no attention that specache knows reads this cache (it knows SDPA and softmax of query times keys)"
+    )
+    sdpa = "torch.nn.functional.scaled_dot_product_attention"
+    remedy = f"Use {sdpa} there if it can be. {LEAVE}."
+    reader = _attention_behind([root])
+    if reader is not None and _is_inside(reader):
         reason = "another function calls it (torch.nn.MultiheadAttention?)"
-        sdpa = "torch.nn.functional.scaled_dot_product_attention"
         remedy = f"Call {sdpa} itself, with the keys and values that are cached. {LEAVE}."
     else:
-        form = (
-            "keys and values, or several layers, in one tensor" if several else f"shape {shown_shape(root)}"
-        )
-        reason, remedy = f"its cache has {form}, and {reader_of([root], 'it')}", f"{CACHE_SO}. {LEAVE}."
-    return Refusal((reader or root).name, source_of(reader or root), reason, remedy)
+        reader = next((node for node in _behind([root]) if target_name(node) in _READERS), root)
+    return Refusal(reader.name, source_of(reader), reason, remedy)
 
 
 def unknown_forms(
@@ -131,7 +144,7 @@ def unknown_forms(
         matched: An attention is rewritten.
     """
     refusals: dict[str, Refusal] = {}
-    unread: list[Node] = []
+    silent: list[Refusal] = []
     for root in gm.graph.nodes:
         parts, dim = concatenated(root) or ([], 0)
         if not parts or returned_of(root, outputs) is None:
@@ -143,8 +156,9 @@ def unknown_forms(
             refusals.setdefault(softmax.name, refusal)
         elif dim == 2 and parts[0].op == "placeholder" and not is_static_input(parts[0]):
             # What is known is rewritten, or refused with a reason of its own.
-            unread += [root] if known.isdisjoint(behind) else []
+            silent += [_appended_unread(root)] if known.isdisjoint(behind) else []
     if not refusals and not refused:  # else it may be the other side of an attention that is named
-        unread = unread or ([] if matched else _grown(gm, outputs))
-        refusals = {refusal.node: refusal for refusal in map(_unread, unread)}
+        refusals = {refusal.node: refusal for refusal in silent}
+        if not refusals and not matched:
+            return [_grown_unread(out) for out in _grown(gm, outputs)]
     return list(refusals.values())

@@ -337,11 +337,13 @@ def test_absorbed_latents_are_named_by_the_softmax_that_reads_them() -> None:
         return absorbed(q, k, v, latent[:, None], rotary[:, None])
 
     q, k, v, past, other = tensors()
-    (refusal,) = match(step, q, k, v, past[:, 0], other[:, 0]).refusals
-    assert re.search(
-        r"its cache has shape .*, and `\w+` \(_softmax, .* reads it in another form", refusal.message
-    )
-    assert "latents that grow by cat as [batch, 1, kv_len, dim]" in refusal.remedy
+    refusals = match(step, q, k, v, past[:, 0], other[:, 0]).refusals
+    assert len(refusals) == 2
+    for refusal in refusals:
+        assert re.search(
+            r"its cache has shape .*, and `\w+` \(_softmax, .* reads it in another form", refusal.message
+        )
+        assert "latents that grow by cat as [batch, 1, kv_len, dim]" in refusal.remedy
     (site,) = match(expanded, q, k[:, :1], v[:, :1], past[:, :1], other[:, :1]).sites
     assert site.expansion is not None
 
