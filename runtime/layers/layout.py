@@ -148,7 +148,7 @@ class Layout:
 
 
 _shared_layout = functools.lru_cache(maxsize=64)(Layout)
-"""Equal layers of a session have one; in a prompt each layer has two."""
+"""Equal layers of a session share one: in a prompt each would make two."""
 
 
 class Arena:
